@@ -57,7 +57,7 @@ class Request:
         pooling: nothing is generated: the request ends with the embedding of its prompt. None generates.
         media: of the prompt, in order, none of which overlap.
         alone: as long as its output has fewer tokens than this, its steps compute nothing else, because it may have
-            broken an engine.
+            broken an engine. A beam search that is to run alone at all does so to its end.
     """
 
     id: str

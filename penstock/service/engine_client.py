@@ -487,8 +487,8 @@ class EngineClient:
             return
 
         def give_up() -> None:
-            self._causes.expire(self._clock.now())
-            self._rescue()
+            if self._causes.expire(self._clock.now()):
+                self._rescue()
 
         asyncio.get_running_loop().call_later(1.01 * CAUSE, give_up)
 
@@ -525,9 +525,10 @@ class EngineClient:
         now = self._clock.now()
         self._placement.tick(now)
         self._metrics.observe_queue(self._placement.waiting)
+        if self._causes.expire(now):
+            self._rescue()
         for flight in list(self.flights.values()):
             flight.tick(now)
-        self._causes.expire(now)
         if stranded := self._rescue():
             log.warning("nothing came any more of what an engine had left unfinished: %s", _interrupted(stranded))
         for instance in self.instances.values():

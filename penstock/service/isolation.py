@@ -72,9 +72,12 @@ class Causes:
         """Whether the cause is being waited for, of any of these."""
         return bool(self._awaited) and any(life_of(peer) in self._awaited for peer in peers)
 
-    def expire(self, now: float) -> None:
-        """Wait no longer for what was not told in time."""
-        self._awaited = {life: until for life, until in self._awaited.items() if until > now}
+    def expire(self, now: float) -> bool:
+        """Wait no longer for what was not told in time; returns whether there was any."""
+        late = [life for life, until in self._awaited.items() if until <= now]
+        for life in late:
+            del self._awaited[life]
+        return bool(late)
 
     def check(self) -> None:
         """Raise AssertionError when something is both known and waited for."""

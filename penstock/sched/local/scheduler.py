@@ -450,7 +450,8 @@ class Scheduler:
 
     def _taking_turns(self, delay: Callable[[], float]) -> StepBuilder:
         """A step of one that is to run alone, or of all others; by turns, as far as there is room."""
-        for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone]:
+        # a search begins anew when it is preempted, and brings nothing before its end
+        for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone and not s.branching]:
             del self._alone[sequence.id]
         for alone in (not self._ran_alone, self._ran_alone):
             builder = self._build_alone() if alone else self._build(delay)
