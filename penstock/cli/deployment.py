@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from penstock.cli.options import Option, between, integer, number, one_of, switch, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
+from penstock.engine.poison import HOW, Poison
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
@@ -71,6 +72,14 @@ def file(value: str) -> str:
     if not Path(value).is_file():
         raise ValueError("a file that is there")
     return str(Path(value).resolve())
+
+
+def poison(value: str) -> str:
+    try:
+        Poison.read(value)
+    except ConfigError:
+        raise ValueError(f"TOKEN:HOW, with HOW one of {', '.join(HOW)}") from None
+    return value
 
 
 def head(value: str) -> str:
@@ -170,6 +179,7 @@ TABLES = Tables(
         Option("geometry", one_of(*GEOMETRIES), None, "the model whose times are modelled; by default the model's own"),
         Option("slowdown", between(1, 1e6), 1.0, "factor on all times, for a host that cannot keep up"),
         Option("noise", between(0, 1), 0.0, "standard deviation of a step's time, relative to it"),
+        Option("poison", poison, None, "TOKEN:HOW: a step that computes this token breaks the engine; for drills"),
         Option(
             "kv-blocks",
             integer(1, 1 << 28),

@@ -8,7 +8,7 @@ JSON:
     parent              process id; without that process this one ends
     role                "any", "prefill" or "decode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
-    heartbeat           the heartbeat file, for hang detection
+    heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     kv_pool             the socket of the host's KV pool server; null for memory of its own
     weights             {"address", "folder"}: where it gives its weights, and where others of this host do; null where
                         it neither gives nor takes any
@@ -70,6 +70,7 @@ def main(settings: dict[str, Any]) -> int:
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     for variable in KERNEL_CACHES:
         os.environ.setdefault(variable, str(KERNELS_KEPT))
+    from penstock.core.black_box import BlackBox, box_of
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import Heartbeat
 
@@ -111,14 +112,16 @@ def main(settings: dict[str, Any]) -> int:
                 lease=settings.get("lease_s", 5.0),
                 beat=heartbeat.beat,
                 memory=built.memory,
+                box=BlackBox(box_of(Path(settings["heartbeat"])), incarnation),
             )
         except RankFailed as error:
             log.error("the engine ends: %s", error)
-            server.fail(str(error))
+            server.fail(str(error), broken=error.broken)
             return 1
         except Exception as error:
             log.exception("the engine failed")
-            server.fail(f"{type(error).__name__}: {error}")
+            # what it has to do with beside requests may be gone
+            server.fail(f"{type(error).__name__}: {error}", broken=not isinstance(error, Unavailable | OSError))
             return 1
     return 0
 

@@ -221,6 +221,8 @@ def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
     outcome = sequence["outcome"]
     if sequence["ended_at"] is None:
         yield "It had not ended when this was written."
+    elif sequence["refused"]:
+        yield _plain(f"{sequence['ended_at']}: it was given up: {sequence['refused']}")
     elif outcome is None:
         yield f"{sequence['ended_at']}: it ended without an answer: cancelled, failed, or its instance died"
     else:

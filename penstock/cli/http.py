@@ -230,11 +230,14 @@ def make_site(
         tracing = otlp_tracing(options.otlp_traces_endpoint)
     tokenizer = Tokenizer(options.directory, options.chat_template)
     connect = _connector(context, name, "frontend", clock, curve)
+    engine_client = EngineClient(registry, connect, placement, metrics, clock, told=True)
+    if isinstance(placement, RemotePlacement):
+        placement.engine_ended = engine_client.engine_ended
     frontend = Frontend(
         tokenizer,
         options.names,
         read_defaults(options.directory, tokenizer.eos_id),
-        EngineClient(registry, connect, placement, metrics, clock),
+        engine_client,
         metrics,
         clock,
         random.Random(options.seed) if options.seed is not None else random.SystemRandom(),

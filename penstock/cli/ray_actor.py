@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.wire import PROTOCOL
 from penstock.service.checkpoint import find_checkpoint, fingerprint
-from penstock.service.launcher import make_program
+from penstock.service.programs import make_program
 from penstock.service.spawner import LocalProcess
 from penstock.service.supervisor import Program
 from penstock.service.watch import Trouble
@@ -129,8 +129,8 @@ class EngineActor:
             up: whether it is known that it can be reached.
 
         Returns:
-            "lines", and how many were "heard"; whether it is "up"; the exit "code" and the "last" line when it has
-            ended; "trouble" as (why, hangs). Or "lost" when this actor never ran it.
+            "lines", and how many were "heard"; whether it is "up"; the exit "code", the "last" line and the last "step"
+            when it has ended; "trouble" as (why, hangs). Or "lost" when this actor never ran it.
         """
         until = self._clock.now() + PATIENCE
         while True:
@@ -156,6 +156,7 @@ class EngineActor:
             "up": code is None and process.is_up(),
             "code": code,
             "last": last,
+            "step": None if code is None or (step := process.last_step()) is None else asdict(step),
             "trouble": trouble,
         }
 

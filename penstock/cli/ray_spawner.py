@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.curve import SECRET
 from penstock.cli.ray_actor import VERSION, Order
+from penstock.core.black_box import LastStep
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.service.checkpoint import find_checkpoint, fingerprint
@@ -217,6 +218,7 @@ class RayIncarnation:
         self._seen = 0  # lines of standard error
         self._code: int | None = None
         self._last = ""
+        self._step: LastStep | None = None
         self._trouble: Trouble | None = None
         self._kill_by: float | None = None
 
@@ -277,6 +279,7 @@ class RayIncarnation:
         self._seen, self._up = said["heard"], said["up"]
         self._trouble = None if said["trouble"] is None else Trouble(*said["trouble"])
         self._code, self._last = said["code"], said["last"]
+        self._step = LastStep(**said["step"]) if said.get("step") else None
 
     def _give_up(self, code: int, why: str) -> None:
         """This actor is of no use any more."""
@@ -308,6 +311,9 @@ class RayIncarnation:
 
     def last_words(self) -> str:
         return self._last
+
+    def last_step(self) -> LastStep | None:
+        return self._step
 
     def close(self) -> None:
         self._release(self._name)

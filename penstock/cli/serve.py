@@ -157,7 +157,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. 0 after that, 1 when the engine cannot be kept up, 2 when it cannot be served."""
     from penstock.core.clock import SystemClock
-    from penstock.service.launcher import Launcher, make_program
+    from penstock.service.launcher import Launcher
+    from penstock.service.programs import make_program
     from penstock.service.supervisor import Restart, Supervisor
 
     values = read_options(OPTIONS, args, os.environ)

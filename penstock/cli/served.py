@@ -35,7 +35,10 @@ class SingleEngine:
         """Run until the engine has failed for good; then all requests end with an error, and then the server."""
         engine_client = site.frontend.engine_client
         while not self._supervisor.failure:
-            for name, sentence in self._launcher.step():
+            ended = self._launcher.step()
+            for engine in self._launcher.ended:
+                engine_client.engine_ended(engine)
+            for name, sentence in ended:
                 engine_client.instance_lost(name, sentence)
                 engine_client.instances[name].lost = sentence  # more specific than the end of the connection
             site.placement.troubles = self._supervisor.troubles

@@ -115,7 +115,8 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
     """
     from penstock.obs.logs import setup_logging
     from penstock.service.checkpoint import fingerprint
-    from penstock.service.launcher import Launcher, master_address, plan
+    from penstock.service.launcher import Launcher
+    from penstock.service.programs import master_address, plan
     from penstock.service.supervisor import Supervisor
 
     server = deployment.server
@@ -184,7 +185,7 @@ def _upgrades(
     """What changes the deployment while it runs."""
     from penstock.cli.apply import ADDRESS
     from penstock.service.control import ControlSocket, Question
-    from penstock.service.launcher import plan
+    from penstock.service.programs import plan
     from penstock.service.upgrade import Running, Upgrades
 
     server, ports = deployment.server, [listener.getsockname()[1] for listener in listeners]

@@ -13,6 +13,7 @@
     ├── Unavailable                 503  not ready, draining, or no engine
     ├── ClientTooSlow               408  the client does not read its answer
     ├── EngineFailure               500  an internal error
+    │   └── BreaksEngines           500  the request has broken an engine twice, and is not tried again
     └── RankFailed                       a process that computes a model with this one has ended, or stands still
 
 A broken invariant of penstock is an `assert`, never one of these.
@@ -114,8 +115,28 @@ class EngineFailure(PenstockError):
     """The engine failed on a request that was valid."""
 
 
+class BreaksEngines(EngineFailure):
+    """A request has broken an engine twice, the second time alone in its step.
+
+    Attributes:
+        headers: of the answer: OpenAI's clients send again what ends with a 500, but for this.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = {"x-should-retry": "false"}
+
+
 class RankFailed(PenstockError):
-    """A process that computes a model together with this one has ended, or stands still."""
+    """A process that computes a model together with this one has ended, or stands still.
+
+    Args:
+        broken: by what it computed; else it may have been ended from outside.
+    """
+
+    def __init__(self, message: str, *, broken: bool = False) -> None:
+        super().__init__(message)
+        self.broken = broken
 
 
 # class -> (HTTP status, OpenAI `type`, OpenAI `code`); a subclass that is absent has its parent's row
@@ -130,6 +151,7 @@ HTTP_TABLE: dict[type[BaseException], tuple[int, str, str]] = {
     Overloaded: (429, "rate_limit_error", "overloaded"),
     Unavailable: (503, "service_unavailable_error", "unavailable"),
     ClientTooSlow: (408, "invalid_request_error", "client_too_slow"),
+    BreaksEngines: (500, "server_error", "request_breaks_engines"),
     PenstockError: (500, "server_error", "internal_error"),
     BaseException: (500, "server_error", "internal_error"),
 }

@@ -56,6 +56,8 @@ class Request:
         prediction: tokens that much of the output is expected to repeat; it may be the sooner for it, and is the same.
         pooling: nothing is generated: the request ends with the embedding of its prompt. None generates.
         media: of the prompt, in order, none of which overlap.
+        alone: as long as its output has fewer tokens than this, its steps compute nothing else, because it may have
+            broken an engine. A beam search that is to run alone at all does so to its end.
     """
 
     id: str
@@ -75,6 +77,7 @@ class Request:
     prediction: Sequence[int] = ()
     pooling: Pooling | None = None
     media: tuple[MediaSpan, ...] = ()
+    alone: int = 0
 
     @property
     def reads_all(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
@@ -96,6 +96,8 @@ class Engine:
         busy: seconds that they took.
         idle: seconds between them without computation although there was work.
         look_again_at: when `begin` may schedule ahead, in seconds of the clock; inf when it waits for something else.
+        at_work: requests in the steps in flight, and until the next one in the last.
+        tell: is told of these before they are computed.
         cache_logs: what came and went on the device and in the tier below it, by the tier's name; empty where nobody
             asks.
     """
@@ -116,6 +118,8 @@ class Engine:
         self.mover = mover
         self.steps = 0
         self.busy = self.idle = 0.0
+        self.at_work: Sequence[str] = ()
+        self.tell: Callable[[Sequence[str]], None] = _nobody
         self.cache_logs: dict[str, CacheLog] = {}
         self._clock = clock
         self._ledger = ledger
@@ -191,12 +195,19 @@ class Engine:
             self._ledger.clear(plan.fresh_blocks)
         if not self._flying:
             self._began = now
+        self._tell_of(plan)
         # what may have to be stopped behind another step must be stoppable, however short it is
         stoppable = self.scheduler.launch(plan) and (bool(self._flying) or self._seconds(plan) > SOON)
         self._flying.append((plan, self.executor.launch(plan, stoppable=stoppable)))
         if self._prefaulter is not None and plan.fresh_blocks and self._prefaulter.use(plan.fresh_blocks):
             self._expect(hurry=True)
         return plan
+
+    def _tell_of(self, plan: StepPlan) -> None:
+        together = [step.request_id for flying, _ in self._flying for step in flying.sequences]
+        requests = [step.request_id for step in plan.sequences]
+        self.at_work = list(dict.fromkeys(together + requests)) if together else requests
+        self.tell(self.at_work)
 
     def _expect(self, *, hurry: bool = False) -> None:
         if self._prefaulter is not None:
@@ -270,6 +281,8 @@ class Engine:
             self.idle += ran.began - self._free_since
         self._free_since = ran.ended if self.has_work else None
         if not self.has_work:
+            self.at_work = ()
+            self.tell(())
             self._expect()
         self.write_down()
         if ran.result.interrupted:
@@ -389,3 +402,7 @@ class Engine:
         """Raise AssertionError unless everything that runs is accounted for."""
         self.scheduler.check()
         self.executor.check()
+
+
+def _nobody(requests: Sequence[str]) -> None:
+    """Wants to know what is computed."""

@@ -31,6 +31,7 @@ from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor, MaskCosts
 from penstock.engine.loop import Engine
 from penstock.engine.modelled_tier import open_modelled_tier
+from penstock.engine.poison import Poison
 from penstock.kv.groups import WHOLE, Windows, longest_sequence
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
@@ -69,6 +70,7 @@ class ModelledOptions:
         prefix_cache: whether computed prefixes are found again.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
         speculative_config: see `EngineOptions`.
+        poison: TOKEN:HOW, for drills; see `engine.poison`.
     """
 
     model: str
@@ -88,6 +90,7 @@ class ModelledOptions:
     prefix_cache: bool = True
     scheduling_policy: str = "slack"
     speculative_config: str = "auto"
+    poison: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         slowdown=options.slowdown,
         noise=options.noise,
         rng=random.Random(options.seed),
+        poison=None if options.poison is None else Poison.read(options.poison),
     )
     limits = Limits(
         token_budget=sizes.token_budget,
@@ -225,6 +229,7 @@ class PacedRunner:
         windows: of the model's groups of layers.
         slowdown, noise, rng: see `ModelledOptions`.
         sleep: lets so many seconds pass.
+        poison: see `ModelledOptions`.
     """
 
     def __init__(
@@ -242,6 +247,7 @@ class PacedRunner:
         noise: float = 0.0,
         rng: random.Random,
         sleep: Callable[[float], None] = time.sleep,
+        poison: Poison | None = None,
     ) -> None:
         self.device = device
         self.vocab_size = vocab_size
@@ -254,6 +260,7 @@ class PacedRunner:
         self._digests = words[:, :BLOCK_TOKENS]
         self._times, self._clock, self._sleep = times, clock, sleep
         self._slowdown, self._noise, self._rng = slowdown, noise, rng
+        self._poison = poison
         self._last_ids: set[str] = set()
         self._ended = clock.now()  # the last step
 
@@ -262,6 +269,8 @@ class PacedRunner:
 
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         begin = self._begin(plan)
+        if self._poison is not None:
+            self._poison.taste(plan)
         if plan.fresh_blocks:
             self._digests[list(plan.fresh_blocks)] = 0
         contexts = iter(self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else [])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from penstock.core.black_box import BlackBox
 from penstock.core.clock import PAUSE, Clock
 from penstock.core.request import TokenOutput
 from penstock.core.wire import PROTOCOL, codec
@@ -108,6 +109,9 @@ class EngineServer:
         self._transport: KVTransport | None = None
         self._handoffs: Handoffs | None = None
         self._stopping = False
+        self._box: BlackBox | None = None
+        self._taking = ""  # the request that is being taken in
+        self._stepping = False  # the engine is at its steps
         self._changed = True  # since the last snapshot
         self._snapshots = 0
         self._last_snapshot: Snapshot | None = None
@@ -125,6 +129,7 @@ class EngineServer:
         lease: float = LEASE,
         beat: Callable[[int], None] = lambda tokens: None,
         memory: Memory | None = None,
+        box: BlackBox | None = None,
     ) -> None:
         """Serve until `Shutdown`, or until `orphaned` returns True.
 
@@ -135,9 +140,13 @@ class EngineServer:
             beat: called in every turn in which nothing is computed beside it, and with the number of tokens that are to
                 be computed when a step begins or ends.
             memory: the engine's, where it may be put to sleep.
+            box: gets what is computed.
         """
         self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
+        self._box = box
+        if box is not None:
+            engine.tell = box.begin
         self._intake = Intake(ready.peer, ready.role, engine.scheduler, engine.add, ready.vocab_size)
         self._intake.frontends = self._clients.keys()
         self._sleeper = Sleeper(self._incarnation, engine, memory)
@@ -188,10 +197,17 @@ class EngineServer:
                     log.info("the parent process has ended")
                     return
 
-    def fail(self, message: str) -> None:
-        """Tell all clients that this engine is about to end."""
+    def fail(self, message: str, *, broken: bool) -> None:
+        """Tell all clients that this engine is about to end.
+
+        Args:
+            broken: by what it did; else it may have been ended from outside.
+        """
+        suspects = [self._taking] if self._taking else [*self._engine.at_work] if self._stepping else []
+        if self._box is not None:
+            self._box.fail(suspects if broken else ())
         for client in self._clients:
-            self._send(client, Failed(message))
+            self._send(client, Failed(message, suspects if broken else []))
 
     def close(self) -> None:
         self._socket.close()
@@ -217,12 +233,14 @@ class EngineServer:
 
     def _step(self) -> bool:
         """Start steps and report ended ones; False when there was no room."""
+        self._stepping = True  # and it is when this raises
         self._begin()
         step = self._engine.end()
         if step is not None:
             self._ended(step)
             if self._engine.tokens_in_flight:
                 self._begin()
+        self._stepping = False
         return step is not None or self._engine.tokens_in_flight > 0
 
     def _ended(self, step: Step) -> None:
@@ -303,8 +321,10 @@ class EngineServer:
             case Shutdown():
                 self._stopping = True
             case Enqueue():
+                self._taking = command.request.id
                 if refused := self._intake.enqueue(self._clock.now(), client, command):
                     self._send(client, refused)
+                self._taking = ""
             case _ if command.to != self._incarnation:
                 log.info("%s meant for another incarnation was dropped", type(command).__name__)
             case Cancel() | Drain():

@@ -503,6 +503,13 @@ class Metrics:
             how: (recoveries.labels(model_name, how), took.labels(model_name, how), predicted.labels(model_name, how))
             for how in ("recompute", "cache", "fetch", "remap")
         }
+        isolated = Counter(
+            PREFIX + "isolated_requests",
+            "Sequences that were in a step that broke an engine, and went on alone; refused: that broke another one so",
+            ["model_name", "verdict"],
+            registry=self.registry,
+        )
+        self._isolated = {verdict: isolated.labels(model_name, verdict) for verdict in ("suspected", "refused")}
 
     @property
     def generated_tokens(self) -> int:
@@ -586,6 +593,11 @@ class Metrics:
         count.inc()
         took.observe(seconds)
         foretold.inc(seconds if predicted is None else predicted)
+
+    @_later
+    def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:
+        """A sequence may have broken an engine, or has."""
+        self._isolated[verdict].inc()
 
     @_later
     def observe_first_token(self, seconds: float) -> None:

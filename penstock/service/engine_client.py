@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from penstock.core.clock import Clock
-from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
+from penstock.core.errors import BreaksEngines, EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.heartbeat import step_limit
 from penstock.core.memory import Part
 from penstock.core.request import TokenOutput
@@ -36,6 +36,7 @@ from penstock.core.wire.engine import (
 )
 from penstock.core.wire.master import (
     Endpoint,
+    EngineEnded,
     History,
     NoPlace,
     Outcome,
@@ -53,7 +54,8 @@ from penstock.service.fallback import least_loaded
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight, peers_of
 from penstock.service.generation import Generation
 from penstock.service.instances import Change, ChannelLost, InstanceJoined
-from penstock.service.placement import Answer, Placement
+from penstock.service.isolation import CAUSE, PROBATION, Causes, Life, judge, life_of
+from penstock.service.placement import NOBODY, Answer, Placement
 from penstock.service.registry import Registry
 from penstock.service.sleep_orders import SleepOrders
 
@@ -171,6 +173,7 @@ class EngineClient:
         registry: of the instances; each that runs gets a channel.
         connect: makes one.
         placement: says where sequences run.
+        told: somebody says how engines ended, by `engine_ended`.
 
     Attributes:
         instances: that run, by name.
@@ -189,6 +192,7 @@ class EngineClient:
         placement: Placement,
         metrics: Metrics,
         clock: Clock,
+        told: bool = False,
     ) -> None:
         self.instances: dict[str, Instance] = {}
         self.flights: dict[str, Flight[Generation]] = {}
@@ -202,6 +206,7 @@ class EngineClient:
         self._placement = placement
         self._metrics = metrics
         self._clock = clock
+        self._causes = Causes(told)
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -279,7 +284,8 @@ class EngineClient:
             self.completion_rate.count(now, 1)
         if not self.flights:
             self.completion_rate.rest(now)
-        self._placement.ended([sequence_id], [outcome] if outcome is not None else [])
+        refused = {sequence_id: flight.refused} if flight.refused else NOBODY
+        self._placement.ended([sequence_id], [outcome] if outcome is not None else [], refused)
 
     def _leave_queue(self, flight: Flight[Generation], now: float) -> None:
         self.queued_tokens -= flight.queued
@@ -409,7 +415,10 @@ class EngineClient:
     # --- going on elsewhere
 
     def _go_on(self, flight: Flight[Generation]) -> None:
-        """Continue a stranded sequence elsewhere, from the tokens that its client has."""
+        """Continue a stranded sequence elsewhere, from the tokens that its client has, once it is known whether it may
+        have broken where it was."""
+        if self._causes.awaited(flight.places):
+            return
         now = self._clock.now()
         self._cancel(flight, flight.peers)
         if flight.launches >= ATTEMPTS:
@@ -420,6 +429,8 @@ class EngineClient:
         log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
         flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._reaches(peer)]
         flight.avoid += self._unlike(flight)
+        if flight.suspected:
+            flight.avoid.append(flight.broke[-1])  # which may be to blame itself
         flight.again()
         flight.asked_first = now
         root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
@@ -442,6 +453,51 @@ class EngineClient:
         known = len(flight.request.prompt) + output.start
         brought = f" or came from {went.source}" if went.source else ""
         log.info(text, flight.id, flight.route, output.start, output.cached_tokens, known, brought, went.took_ms)
+
+    # --- which of them break engines
+
+    def engine_ended(self, ended: EngineEnded) -> None:
+        """It is known how an incarnation has ended. It may be said several times."""
+        if not self._learn((ended.name, ended.incarnation), ended.broken_by):
+            return
+        instance = self.instances.get(ended.name)
+        if instance is not None and instance.is_current(ended.incarnation):
+            self.instance_lost(ended.name, "its process has ended")
+        self._rescue()
+
+    def _learn(self, life: Life, broken_by: Sequence[str]) -> bool:
+        """Why an incarnation has ended; returns whether that is news."""
+        if not self._causes.learn(life):
+            return False
+        name, now = life[0], self._clock.now()
+        for flight in [self.flights[request_id] for request_id in broken_by if request_id in self.flights]:
+            match judge(flight, life, broken_by):
+                case "suspect":
+                    flight.isolate(name, PROBATION, now)
+                    self._metrics.observe_isolation("suspected")
+                    text = "request %s: %s broke while it computed this and %d others, it is to run alone"
+                    log.warning(text, quoted(flight.id), name, len(broken_by) - 1)
+                case "guilty":
+                    self._refuse(flight, name)
+        return True
+
+    def _refuse(self, flight: Flight[Generation], name: str) -> None:
+        where = name if name == flight.broke[-1] else f"{flight.broke[-1]} and then {name}"
+        flight.refused = f"it has broken {where}, the second time while nothing else was computed"
+        self._metrics.observe_isolation("refused")
+        log.error("request %s is refused: %s", quoted(flight.id), flight.refused)
+        flight.owner.fail(BreaksEngines(f"this request breaks engines, and is not tried again: {flight.refused}"))
+
+    def _wait_for_cause(self, instance: Instance) -> None:
+        """Its connection has ended, which may be for any reason."""
+        if instance.ready is None or not self._causes.lost(life_of(instance.ready.peer), self._clock.now()):
+            return
+
+        def give_up() -> None:
+            if self._causes.expire(self._clock.now()):
+                self._rescue()
+
+        asyncio.get_running_loop().call_later(1.01 * CAUSE, give_up)
 
     # --- the engines' events
 
@@ -479,6 +535,8 @@ class EngineClient:
         if (fleet := self._placement.fleet) is not None:
             starts = {start.path: (start.count, start.seconds) for start in fleet.starts}
             self._metrics.observe_fleet(fleet.instance_seconds, starts)
+        if self._causes.expire(now):
+            self._rescue()
         for flight in list(self.flights.values()):
             flight.tick(now)
         if stranded := self._rescue():
@@ -517,7 +575,12 @@ class EngineClient:
                 flight = self.flights.get(event.request_id)
                 if flight is not None:
                     flight.fetched(instance.name, event)
-            case Failed(message=message) | ChannelLost(message=message):
+            case Failed(message=message, requests=requests):
+                if instance.ready is not None:
+                    self._learn(life_of(instance.ready.peer), requests)
+                self.instance_lost(instance.name, message)
+            case ChannelLost(message=message):
+                self._wait_for_cause(instance)
                 self.instance_lost(instance.name, message)
             case msgspec.DecodeError():
                 self.instance_lost(instance.name, f"a message from the engine could not be read: {event}")
@@ -569,11 +632,13 @@ class EngineClient:
             for peer in flight.peers:
                 if (peer.name, peer.incarnation) == (life.name, life.incarnation):
                     flight.lose(peer, reason, now)
-        return self._rescue()
+        stranded = {id(flight.owner) for flight in self.flights.values() if flight.stranded}
+        self._rescue()
+        return len(stranded)
 
     def _rescue(self) -> int:
         """Continue all stranded sequences elsewhere, the most urgent first; returns the number of requests."""
-        stranded = [flight for flight in self.flights.values() if flight.stranded]
+        stranded = [f for f in self.flights.values() if f.stranded and not self._causes.awaited(f.places)]
         stranded.sort(key=lambda flight: flight.urgency)
         for flight in stranded:
             if flight.id in self.flights:  # a failing one may end others

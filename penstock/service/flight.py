@@ -16,7 +16,7 @@ from penstock.core.wire.master import Outcome, Place, Placed, Recovery
 from penstock.kv.keys import extend_keys, salted
 
 AGAIN = "the request can be sent again"  # appended to errors of requests that were valid
-ATTEMPTS = 4  # placements of a sequence, so that one that crashes engines does not crash all of them
+ATTEMPTS = 4  # placements in a row that may bring nothing; see also `service.isolation`
 PATIENCE = 5.0  # seconds that an interrupted sequence waits for a placement; a failed engine may be back by then
 SIGN_OF_LIFE = 1.0  # seconds for a possible owner to report, when the other side of a hand-off is lost
 
@@ -58,7 +58,7 @@ class Flight(Generic[Owner]):
     Attributes:
         request: as its client sent it, with the targets that it was given with its place.
         attempt: `generation` of the wire: what belongs to another one is dropped.
-        launches: places that it was sent to.
+        launches: places that it was sent to since it last got on.
         legs: of the last.
         keys: prefix keys of the tokens to prefill, where the master wants them.
         tokens: that have left here.
@@ -72,6 +72,9 @@ class Flight(Generic[Owner]):
         asked_first: when a placement was first asked for, while it has none.
         failed_at: instances that refused it.
         avoid: instances to avoid: they were lost, which the master may not know yet.
+        alone: see `Request`.
+        broke: instances that broke while they computed it.
+        refused: what it has done, when it is given up for that; "" before.
         queued: tokens of its prompt, until its first token comes.
         wait: what its engine said about the time before its first token.
         recoveries: how it went on after each loss.
@@ -99,6 +102,9 @@ class Flight(Generic[Owner]):
         self.asked_first = arrival
         self.failed_at: list[str] = []
         self.avoid: list[str] = []
+        self.alone = 0
+        self.broke: list[str] = []
+        self.refused = ""
         self.queued = 0
         self.recoveries: list[Recovery] = []
         self.predicted_ttft: float | None = None
@@ -155,6 +161,11 @@ class Flight(Generic[Owner]):
     def route(self) -> str:
         """Where it runs and ran, for the log: "p0>d0"."""
         return ">".join(self._names)
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it is to run alone, as it may have broken an engine."""
+        return self.alone > self.received
 
     # --- places
 
@@ -215,7 +226,7 @@ class Flight(Generic[Owner]):
             self.launched = now
         if (placed.ttft_ms, placed.tpot_ms) != (self.request.ttft_ms, self.request.tpot_ms):
             self.request = replace(self.request, ttft_ms=placed.ttft_ms, tpot_ms=placed.tpot_ms)
-        return replace(self.request, waited=self.waited(now), generated=tuple(self.tokens))
+        return replace(self.request, waited=self.waited(now), generated=tuple(self.tokens), alone=self.alone)
 
     def fetched(self, name: str, said: Fetched) -> None:
         """What its instance was told to bring from elsewhere has come, or will not."""
@@ -319,6 +330,8 @@ class Flight(Generic[Owner]):
             self.suspect = self._stays[-1].peer.name  # that hand-over was lost
             return []
         self.heard += 1
+        if output.tokens:
+            self.launches = 1
         if place and not self.handed_over:
             self.handed_over, self.handoffs = True, self.handoffs + 1
             if self._names[-1] != name:
@@ -351,6 +364,14 @@ class Flight(Generic[Owner]):
             self._strand(f"{peer.name} failed during this request ({reason})", now)
         else:
             self._look(now)
+
+    def isolate(self, name: str, tokens: int, now: float) -> None:
+        """It may have broken this instance: it is to run alone until it has brought so many more tokens. One that runs
+        elsewhere already, among others, is stranded."""
+        self.broke.append(name)
+        self.alone = self.received + tokens
+        if self.placed and not self.stranded and name not in [peer.name for peer in self.places]:
+            self._strand(f"it is to run alone, as {name} broke while it computed this request", now)
 
     def tick(self, now: float) -> None:
         """Give up waiting at the deadline."""

@@ -114,6 +114,7 @@ def as_values(found: History) -> dict[str, Any]:
             for wall, entry in found.relocated[:FOLLOWED]
         ],
         "ended_at": None if found.ended is None else shown_time(found.ended[0]),
+        "refused": "" if found.ended is None else found.ended[1].refused,
         "outcome": None
         if outcome is None
         else {

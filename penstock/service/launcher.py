@@ -1,20 +1,17 @@
-"""The processes of a deployment on this machine: their command lines, and the loop that keeps them running."""
+"""The loop that keeps the processes of a deployment on this machine running."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
 from penstock.service.spawner import TO_ALL, Incarnation, LocalSpawner, Spawner
@@ -23,8 +20,7 @@ from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 if TYPE_CHECKING:
     import zmq
 
-    from penstock.core.wire.master import HostReport, ToLauncher
-    from penstock.service.deployment import Deployment, Group
+    from penstock.core.wire.master import EngineEnded, HostReport, ToLauncher
     from penstock.service.etcd import EtcdHost
 
 log = logging.getLogger("penstock.launcher")
@@ -34,136 +30,8 @@ REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
 SILENT = 5.0  # seconds without an answer of the master, after which a host that joins says so
 RECONNECT = 50  # ms
 LINGER = 200  # ms for the last message
+TOLD_FOR = 5.0  # seconds that the end of an engine is told of: the master may be gone too, and come back
 REFUSED_FOR = 10.0  # seconds after which it is no mistake: what is left of an earlier launcher has gone by then
-
-
-def plan(
-    deployment: Deployment,
-    directory: Path,
-    folder: Path,
-    listeners: Sequence[socket.socket],
-    engine_fields: Callable[[Group, int], dict[str, Any]],
-    doors: Sequence[socket.socket] = (),
-    master: str | None = None,
-    names: Mapping[str, str] | None = None,
-) -> list[Program]:
-    """Every process of the deployment, in the order in which they start.
-
-    Args:
-        directory: of the model.
-        folder: for sockets; short, because the path of one has at most 107 bytes.
-        listeners: bound, one for each frontend. They stay open here, so that a restarted frontend keeps its port.
-        engine_fields: group and number of an instance among all -> fields of its engine's options.
-        doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
-        master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
-        names: instance -> name of its process, where that is another one; see `service.upgrade`.
-    """
-    import msgspec
-
-    common = {
-        "parent": os.getpid(),
-        "log_level": deployment.server["log_level"],
-        "log_format": deployment.server["log_format"],
-        "secured": deployment.secured,
-    }
-
-    def program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
-        return make_program(name, kind, {**common, **settings}, folder / f"{name}.heartbeat", **more)
-
-    kv_pool = folder / "kv-pool"
-    places = [(group, name) for group in deployment.groups for name in group.instances]
-    programs = []
-    registry = None if deployment.cluster is None else deployment.cluster.registry
-    if deployment.orphans is not None:
-        settings = {"path": str(kv_pool), "orphan_seconds": deployment.orphans}
-        programs.append(program("kv-pool", "kv_pool", settings, socket=kv_pool))
-    for number, (group, instance) in enumerate(places):
-        name = instance if names is None else names[instance]
-        place = {"address": f"ipc://{folder}/{name}", "role": group.role}
-        settings = {**place, "name": name, "shown_as": name, "options": engine_fields(group, number)}
-        settings["lease_s"] = deployment.lease
-        settings |= {"kv_pool": None, "transport": None, "public": None, "weights": None}
-        if group.shares_weights and deployment.ray is None:
-            settings["weights"] = {"address": f"unix:{folder / name}.weights", "folder": str(folder)}
-        if group.shares_memory:
-            settings["transport"] = _transport(deployment, folder / f"{name}.transport")
-        pooled = group.shares_memory and deployment.ray is None
-        if pooled:
-            settings["kv_pool"] = str(kv_pool)
-        needs = "kv-pool" if pooled else None
-        more: dict[str, Any] = {"needs": needs, "socket": folder / name, "starts": instance not in group.spares}
-        more["devices"] = group.ranks
-        if deployment.ray is not None:
-            place["address"] = ""  # on a node that Ray chooses
-            more["resources"] = group.needs
-        if doors:
-            host, port = doors[number].getsockname()
-            more["public"] = f"tcp://{host}:{port}"
-            settings["public"] = {"address": more["public"], "fd": doors[number].fileno()}
-            more["descriptors"] = (doors[number].fileno(),)
-        more["module"] = "adopted" if group.adopted else None
-        programs.append(program(name, "engine", settings, **place, **more))
-    settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
-    settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
-    settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
-    settings["flight_recorder"] = deployment.flight_recorder
-    cluster = deployment.cluster
-    masters = None if cluster is None else cluster.masters
-    for number in range(int(master is None) if masters is None else masters):
-        name = f"master-{number}" if number else "master"
-        public = None if cluster is None else f"tcp://{cluster.host}:{cluster.port + number}"
-        own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
-        programs.append(program(name, "master", settings | own, socket=folder / name))
-    for number, listener in enumerate(listeners):
-        name = f"frontend-{number}"
-        settings = {"name": name, "listen_fd": listener.fileno(), "master": master or master_address(folder)}
-        settings["registry"] = registry
-        settings["server"] = _server(deployment, directory, listener, number)
-        programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
-    return programs
-
-
-def master_address(folder: Path) -> str:
-    return f"ipc://{folder}/master"
-
-
-def make_program(
-    name: str,
-    kind: ProcessKind,
-    settings: Mapping[str, Any],
-    heartbeat: Path,
-    module: str | None = None,
-    **more: Any,
-) -> Program:
-    """
-    Args:
-        settings: as the module of `penstock.cli` has them, but for the heartbeat.
-        heartbeat: the file by which it is watched.
-        module: which one; by default the kind's name.
-    """
-    told = json.dumps({**settings, "heartbeat": str(heartbeat)})
-    command = (sys.executable, "-m", f"penstock.cli.{module or kind}", told)
-    return Program(name=name, kind=kind, command=command, heartbeat=heartbeat, **more)
-
-
-def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
-    if deployment.transport is None:
-        return None
-    kind, host = deployment.transport.kind, "127.0.0.1" if deployment.cluster is None else deployment.cluster.host
-    address = f"unix:{path}" if kind == "shared" else f"tcp:{host}:0"
-    return {"kind": kind, "address": address, "tls": deployment.transport.tls, "faults": deployment.transport.faults}
-
-
-def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:
-    """A frontend's `ServerOptions`, without the API keys. Each frontend chooses seeds of its own."""
-    options = {key: value for key, value in deployment.server.items() if key not in ("served_model_name", "api_key")}
-    if options["seed"] is not None:
-        options["seed"] += number
-    return options | {
-        "directory": str(directory),
-        "names": deployment.names,
-        "port": listener.getsockname()[1],
-    }
 
 
 class _Wire:
@@ -285,6 +153,7 @@ class Launcher:
         self._warned = False  # of its silence
         self._candidates: dict[str, str] = {}  # programs on trial -> how they ended; "" while they run
         self._leaving: set[str] = set()  # instances that are to drain
+        self._engines_ended: deque[tuple[float, EngineEnded]] = deque()  # the latest, and when that was seen
         self.ready: Sequence[str] = ()  # what the master gives requests to, as it said last
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
@@ -384,12 +253,32 @@ class Launcher:
             self._candidates[name] = f"it ended with {shown(code)}" + (f": {words}" if words else "")
         if name in self._candidates or name in self._leaving:
             self._supervisor.retire(name, now)  # it does not come back
-        sentence = self._supervisor.exited(name, code, now, words)
+        broken = self._why_ended(name, incarnation, code, now)
+        sentence = self._supervisor.exited(name, code, now, words, broken=broken)
         if not self._supervisor.comes_back(name):
             self._spawner(name).release(name)
         if sentence != self._supervisor.failure:  # which is logged at the end
             log.log(logging.INFO if expected or self._supervisor.is_stopped(name) else logging.WARNING, "%s", sentence)
         return name, sentence
+
+    def _why_ended(self, name: str, incarnation: Incarnation, code: int, now: float) -> bool:
+        """Whether an engine was broken by what it computed, after it had computed something else."""
+        step = incarnation.last_step() if self._programs[name].kind == "engine" else None
+        if step is None:
+            return False
+        from penstock.core.wire.master import EngineEnded
+
+        broken_by = step.broken(code)
+        self._engines_ended.append((now, EngineEnded(name, step.incarnation, list(broken_by))))
+        return bool(broken_by) and step.steps > 1
+
+    @property
+    def ended(self) -> list[EngineEnded]:
+        """Engines that have just done so."""
+        oldest = self._clock.now() - TOLD_FOR
+        while self._engines_ended and self._engines_ended[0][0] < oldest:
+            self._engines_ended.popleft()
+        return [ended for _, ended in self._engines_ended]
 
     def _watch(self, now: float) -> None:
         """Report processes that hang, or may hang, to the supervisor."""
@@ -475,7 +364,8 @@ class Launcher:
             for name, endpoint in self._endpoints.items()
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
-        return HostReport(self._host, self._incarnation, instances, self._supervisor.troubles, self._model)
+        troubles, model = self._supervisor.troubles, self._model
+        return HostReport(self._host, self._incarnation, instances, troubles, model, ended=self.ended)
 
     # --- programs that come and go; `service.upgrade` decides which
 

@@ -315,10 +315,10 @@ class Master:
                     self._begin(now, (name, request_id))
             case Settled():
                 self._settle((name, message.request_id), message)
-            case Ended(request_ids=request_ids, outcomes=outcomes):
+            case Ended(request_ids=request_ids, outcomes=outcomes, refused=refused):
                 told = {outcome.request_id: outcome for outcome in outcomes}
                 for request_id in request_ids:
-                    self._end(now, (name, request_id), told.get(request_id))
+                    self._end(now, (name, request_id), told.get(request_id), refused.get(request_id, ""))
         return []
 
     def _forget_silent_frontends(self, now: float) -> list[Action]:
@@ -570,12 +570,12 @@ class Master:
             if began:
                 session.begin(key)
 
-    def _end(self, now: float, key: Key, outcome: Outcome | None = None) -> None:
+    def _end(self, now: float, key: Key, outcome: Outcome | None = None, refused: str = "") -> None:
         queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)
         over = self._in_flight.pop(key, None)
         self._prefilled.pop(key, None)
         if self._recorder is not None and (over or (queued and queued.counted)):
-            self._recorder.ended(now, key[1], key[0], outcome)
+            self._recorder.ended(now, key[1], key[0], outcome, refused)
         if over is None:
             return
         over.prefiller.prompt_done(now, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,13 +23,13 @@ from penstock.core.wire.master import (
     Begun,
     Ended,
     Endpoint,
+    EngineEnded,
     FleetTotals,
     FromMaster,
     History,
     HostReport,
     Join,
     Joined,
-    MasterMessage,
     Members,
     Outcome,
     Overview,
@@ -53,7 +54,7 @@ from penstock.service.instances import Change, ChannelLost, InstanceJoined, Inst
 from penstock.service.launchers import Fleet, Launchers
 from penstock.service.master import Master
 from penstock.service.overview import history_of, with_decisions
-from penstock.service.placement import Answer, Answered, Choose
+from penstock.service.placement import NOBODY, Answer, Answered, Choose
 from penstock.service.recorder import FlightRecorder
 from penstock.service.recorder_file import RecorderFile
 from penstock.service.registry import LocalRegistry, Registry
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.master")
 TICK = 0.1  # seconds
+ENDS = 1024  # of engines that are remembered
 
 
 class Minutes:
@@ -89,8 +91,8 @@ class Minutes:
     def relocated(self, now: float, at: str, migration: Migration) -> None:
         self._due.append(partial(self.recorder.relocated, now, at, migration))
 
-    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
-        self._due.append(partial(self.recorder.ended, now, request_id, frontend, outcome))
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None:
+        self._due.append(partial(self.recorder.ended, now, request_id, frontend, outcome, refused))
 
     def write(self) -> None:
         for entry in self._due:
@@ -272,8 +274,10 @@ class LocalPlacement:
     def settled(self, settled: Settled) -> None:
         self._pump.handle(FromFrontend(self._sender, settled))
 
-    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
-        self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes))))
+    def ended(
+        self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = (), refused: Mapping[str, str] = NOBODY
+    ) -> None:
+        self._pump.handle(FromFrontend(self._sender, Ended(list(request_ids), list(outcomes), dict(refused))))
 
     async def overview(self) -> Overview:
         return self._pump.overview(AskOverview(0))
@@ -387,6 +391,8 @@ class Desk:
         match message:
             case HostReport():
                 self._launchers.hear(self._pump.clock.now(), sender, message)
+                for ended in message.ended:
+                    self._roll.tell(ended)
             case AskMembers():
                 self._roll.call(sender)
             case AskOverview():
@@ -408,10 +414,11 @@ class Roll:
         incarnation: of the master.
     """
 
-    def __init__(self, incarnation: int, registry: LocalRegistry, send: Callable[[bytes, MasterMessage], None]) -> None:
+    def __init__(self, incarnation: int, registry: LocalRegistry, send: Callable[[bytes, FromMaster], None]) -> None:
         self.sequence = 0
         self._incarnation, self._registry, self._send = incarnation, registry, send
         self._listeners: set[bytes] = set()
+        self._told: deque[EngineEnded] = deque(maxlen=ENDS)
         self._complete = False
         registry.watch(self._changed)
 
@@ -420,6 +427,13 @@ class Roll:
         self._listeners.add(listener)
         joined = list(self._registry.instances.values())
         self._send(listener, Members(self._incarnation, self.sequence, joined, whole=True, complete=self._complete))
+
+    def tell(self, ended: EngineEnded) -> None:
+        """An engine has ended; launchers say so several times."""
+        if ended not in self._told:
+            self._told.append(ended)
+            for listener in self._listeners:
+                self._send(listener, ended)
 
     def complete(self) -> None:
         """What is not there now is not in the deployment."""

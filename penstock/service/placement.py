@@ -20,6 +20,7 @@ from penstock.core.wire.master import (
     AskOverview,
     Begun,
     Ended,
+    EngineEnded,
     FleetTotals,
     FromMaster,
     History,
@@ -43,6 +44,7 @@ PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed
 FALL_BACK_AFTER = 0.5  # seconds without the master after which a frontend decides by itself, where it may
 SILENT_AFTER = 3.0  # seconds without a message, of which one comes every second, after which the master is away
 
+NOBODY: Mapping[str, str] = {}
 Answer = Placed | NoPlace | Queued | Relocate
 Answered = Callable[[Answer], None]
 Choose = Callable[[Place], Placed | None]
@@ -86,8 +88,10 @@ class Placement(Protocol):
     def settled(self, settled: Settled) -> None:
         """A hand-off is over."""
 
-    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
-        """These sequences have ended; their questions are dropped."""
+    def ended(
+        self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = (), refused: Mapping[str, str] = NOBODY
+    ) -> None:
+        """These sequences have ended; their questions are dropped. See `Ended`."""
 
     async def overview(self) -> Overview:
         """How the deployment does. Raises Unavailable without an answer from the master."""
@@ -127,6 +131,7 @@ class RemotePlacement:
     Attributes:
         wants_keys, troubles: as the master said last.
         registry: of the instances that it told of.
+        engine_ended: is told how engines ended.
     """
 
     def __init__(self, channel: MasterChannel, clock: Clock, falls_back: bool = False) -> None:
@@ -148,6 +153,7 @@ class RemotePlacement:
         self._learning: dict[int, asyncio.Future[Overview | History]] = {}  # questions of operators, by number
         self._learned = 0  # the last of these numbers
         self._answered: Answered = _not_started
+        self.engine_ended: Callable[[EngineEnded], None] = _not_started
 
     def start(self, answered: Answered, choose: Choose) -> None:
         self._answered, self._choose = answered, choose
@@ -180,10 +186,12 @@ class RemotePlacement:
     def settled(self, settled: Settled) -> None:
         self._channel.send(settled)
 
-    def ended(self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = ()) -> None:
+    def ended(
+        self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = (), refused: Mapping[str, str] = NOBODY
+    ) -> None:
         for request_id in request_ids:
             self._drop(request_id)
-        self._channel.send(Ended(list(request_ids), list(outcomes)))
+        self._channel.send(Ended(list(request_ids), list(outcomes), dict(refused)))
 
     def _drop(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
@@ -279,6 +287,8 @@ class RemotePlacement:
                         self._channel.send(question.again(now))
             case Members():
                 self.registry.hear(message)
+            case EngineEnded():
+                self.engine_ended(message)
             case Placed() | NoPlace() | Queued():
                 self._heard = now
                 self._pass_on(message)

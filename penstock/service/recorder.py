@@ -97,12 +97,17 @@ class RelocatedEntry:
 
 @dataclass(frozen=True, slots=True)
 class EndedEntry:
-    """A sequence has ended; without an outcome when its answer is incomplete."""
+    """A sequence has ended; without an outcome when its answer is incomplete.
+
+    Attributes:
+        refused: what happened, where it was given up because it breaks engines; else "".
+    """
 
     now: float
     request_id: str
     frontend: str
     outcome: Outcome | None
+    refused: str = ""
     weight = 1
 
 
@@ -119,7 +124,7 @@ class Recorder(Protocol):
     def moved(self, now: float, move: Move | Start | Stop) -> None: ...
     def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None: ...
     def relocated(self, now: float, at: str, migration: Migration) -> None: ...
-    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None: ...
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None: ...
 
 
 class FlightRecorder:
@@ -159,8 +164,8 @@ class FlightRecorder:
         frontend, request_id = migration.key
         self._add(RelocatedEntry(now, request_id, frontend, at, migration.to, migration.reason))
 
-    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
-        self._add(EndedEntry(now, request_id, frontend, outcome))
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None:
+        self._add(EndedEntry(now, request_id, frontend, outcome, refused))
 
     def since(self, total: int) -> list[Entry]:
         """The remaining entries after the first `total`."""

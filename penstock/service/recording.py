@@ -185,6 +185,7 @@ class EndedRecord(FlightRecord, frozen=True):
     request_id: str
     frontend: str
     outcome: Outcome | None
+    refused: str = ""
 
 
 Definition = InstanceRecord | ModelRecord | TimesRecord | LinksRecord | LoadRecord | DemandRecord
@@ -240,8 +241,8 @@ class RecordEncoder:
                 out.append(ScaledRecord(now, [_verdict_values(verdict) for verdict in verdicts]))
             case RelocatedEntry(now, request_id, frontend, at, to, reason):
                 out.append(RelocatedRecord(now, request_id, frontend, at, to, reason))
-            case EndedEntry(now, request_id, frontend, outcome):
-                out.append(EndedRecord(now, request_id, frontend, outcome))
+            case EndedEntry(now, request_id, frontend, outcome, refused):
+                out.append(EndedRecord(now, request_id, frontend, outcome, refused))
         return out
 
     def _decided(self, entry: DecidedEntry, out: list[AnyRecord]) -> DecidedRecord:
@@ -427,8 +428,8 @@ class RecordDecoder:
                 return self._decided(record, began)
             case RelocatedRecord(now, request_id, frontend, at, to, reason):
                 return RelocatedEntry(now, request_id, frontend, at, to, reason)
-            case EndedRecord(now, request_id, frontend, outcome):
-                return EndedEntry(now, request_id, frontend, outcome)
+            case EndedRecord(now, request_id, frontend, outcome, refused):
+                return EndedEntry(now, request_id, frontend, outcome, refused)
         return None
 
     def _demand(self, record: DemandRecord, began: BeganRecord) -> Demand:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from penstock.core.black_box import LastStep, box_of, read_black_box
 from penstock.core.heartbeat import read_heartbeat
 from penstock.service.answer_guard import AnswerGuard
 from penstock.service.supervisor import STOP, ProcessKind, Program
@@ -54,6 +55,9 @@ class Incarnation(Protocol):
 
     def last_words(self) -> str:
         """The last line of its standard error; call it once, when it has ended."""
+
+    def last_step(self) -> LastStep | None:
+        """What an engine was computing when it ended; None of others, and where nobody knows."""
 
     def close(self) -> None:
         """It is over, whatever the state; then no process of it is left."""
@@ -119,6 +123,7 @@ class LocalProcess:
         self._watch = None
         if program.heartbeat is not None:
             program.heartbeat.unlink(missing_ok=True)
+            box_of(program.heartbeat).unlink(missing_ok=True)
             self._watch = Watch(now, timeout, waits=program.needs is not None)
         self._guard = AnswerGuard() if program.kind == "frontend" else None
         # Signals that a terminal or a service manager sends to all are the launcher's: frontends drain before others
@@ -172,6 +177,10 @@ class LocalProcess:
             if answers.unfinished:
                 log.warning("%s has left %s", self._program.name, answers)
         return self._voice.last_output() if self._voice is not None else ""
+
+    def last_step(self) -> LastStep | None:
+        heartbeat = self._program.heartbeat
+        return None if heartbeat is None else read_black_box(box_of(heartbeat))
 
     def close(self) -> None:
         self._process.kill()

@@ -16,6 +16,7 @@ STOP_ORDER: tuple[ProcessKind, ...] = ("frontend", "master", "engine", "kv_pool"
 STOP = signal.SIGUSR1  # tells a process to end; a service manager sends SIGTERM to all at once, which only we follow
 CANNOT_BE_SERVED = 2  # exit code of a usage error: not restarted, unless it was up before
 STEADY = 60.0  # seconds of service after which the count of failures is reset
+BROKEN = 20  # times in a row that an engine may be broken by requests: so many are not to blame, but it is
 MOST_BACKOFF = 30.0  # seconds
 STOP_GRACE = 5.0  # seconds that a process has to end after it was told to
 DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, because it ends its requests by itself
@@ -96,6 +97,7 @@ class _Place:
     ended: str = ""  # how its last incarnation did, until the next one is up
     given_up: bool = False
     deaths: int = 0  # in a row
+    broken: int = 0  # likewise, by requests; such a death is not counted with the others
 
     @property
     def running(self) -> bool:
@@ -178,7 +180,7 @@ class Supervisor:
         """Start a stopped program. No effect on others, nor when everything stops."""
         if self.is_stopped(name) and not self.stopping:
             self._places[name].due = now
-            self._places[name].deaths = 0
+            self._places[name].deaths = self._places[name].broken = 0
 
     def retire(self, name: str, now: float) -> None:
         """Stop one program until it is started again."""
@@ -226,20 +228,21 @@ class Supervisor:
         needs = place.program.needs
         return needs is None or self._places[needs].well
 
-    def exited(self, name: str, code: int, now: float, last_output: str = "") -> str:
+    def exited(self, name: str, code: int, now: float, last_output: str = "", *, broken: bool = False) -> str:
         """A process has ended; returns a sentence that says so, and what follows.
 
         Args:
             code: as `subprocess` has it: -N when signal N ended it.
             last_output: the last line of its standard error.
+            broken: an engine, by requests.
         """
         place = self._places[name]
         assert place.running, f"{name} does not run"
-        sentence = self._follow(place, code, now, last_output)
+        sentence = self._follow(place, code, now, last_output, broken)
         place.ended = "" if self.is_stopped(name) else sentence
         return sentence
 
-    def _follow(self, place: _Place, code: int, now: float, last_output: str) -> str:
+    def _follow(self, place: _Place, code: int, now: float, last_output: str, broken: bool) -> str:
         name = place.program.name
         served, killed = place.served(now), place.killed
         fallen = place.fallen or not self._needed_is_well(place)
@@ -262,9 +265,12 @@ class Supervisor:
         if fallen:
             place.due = now
             return f"{how} because of {place.program.needs}, and starts again"
-        place.deaths = 1 if served >= STEADY else place.deaths + 1
-        if place.deaths > self._restart.limit:
-            times = "once" if place.deaths == 1 else f"{place.deaths} times in a row"
+        if served >= STEADY:
+            place.deaths = place.broken = 0
+        place.deaths, place.broken = place.deaths + (not broken), place.broken + broken
+        if place.deaths > self._restart.limit or place.broken > BROKEN:
+            deaths = place.deaths + place.broken
+            times = "once" if deaths == 1 else f"{deaths} times in a row"
             why = f"{name} ended {times}, the last time with {ending}"
             if last_output:
                 why += f"; its last output: {last_output}"
@@ -273,7 +279,7 @@ class Supervisor:
                 return f"{why}; it is given up, and the other engines serve on"
             self._fail(why, 1, now)
             return self.failure
-        delay = min(self._restart.backoff * 2 ** (place.deaths - 1), MOST_BACKOFF)
+        delay = min(self._restart.backoff * 2 ** max(0, place.deaths - 1), MOST_BACKOFF)
         place.due = now + delay
         return f"{how} and starts again in {delay:g} s"
 

@@ -495,9 +495,9 @@ class _Costs:
         if self._other is not None:
             self._other.moved(now, move)
 
-    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None) -> None:
+    def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None:
         if self._other is not None:
-            self._other.ended(now, request_id, frontend, outcome)
+            self._other.ended(now, request_id, frontend, outcome, refused)
 
 
 def _fleet(scaling: Scaling | None) -> FleetLimits | None:

@@ -17,7 +17,7 @@ from penstock.cli.ray_actor import VERSION, EngineActor, Order
 from penstock.cli.ray_spawner import LOST, RayIncarnation, actor_class
 from penstock.core.clock import ManualClock
 from penstock.service.checkpoint import find_checkpoint, fingerprint
-from penstock.service.launcher import make_program
+from penstock.service.programs import make_program
 from tests.helpers.waiting import eventually
 
 ENGINE = {"device": "modelled:h200", "geometry": "qwen3-8b", "max_model_len": 2048, "kv_blocks": 64}

@@ -14,6 +14,7 @@ from penstock.obs.metrics import Metrics
 from penstock.service.checkpoint import DEMO, read_defaults
 from penstock.service.engine_client import EngineClient
 from penstock.service.frontend import Frontend
+from penstock.service.placement import NOBODY
 from penstock.service.registry import LocalRegistry
 from tests.helpers.scripted import ScriptedChannel, ready
 from tests.helpers.waiting import until
@@ -29,7 +30,7 @@ class ScriptedPlacement:
 
     def __init__(self, prefill, clock, decode=None):
         self._prefill, self.clock, self.decode = prefill, clock, decode
-        self.queued = {}
+        self.queued, self.refused = {}, {}
         self.asked, self.over, self.first_tokens, self.outcomes, self.settlements = [], [], [], [], []
 
     def start(self, answered, choose):
@@ -78,8 +79,9 @@ class ScriptedPlacement:
     def begun(self, request_ids):
         self.first_tokens += request_ids
 
-    def ended(self, request_ids, outcomes=()):
+    def ended(self, request_ids, outcomes=(), refused=NOBODY):
         self.over += request_ids
+        self.refused |= refused
         for request_id in request_ids:
             self.queued.pop(request_id, None)
         self.outcomes += outcomes
@@ -101,7 +103,7 @@ class ScriptedPlacement:
         pass
 
 
-def run(tokenizer, scenario, *names, ready_now=True, decode=None, later=()):
+def run(tokenizer, scenario, *names, ready_now=True, decode=None, later=(), told=False):
     """Run scenario(frontend, channels, clock) inside an event loop; channels by name, or the only one. Instances that
     join `later` are ready then."""
 
@@ -117,7 +119,7 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None, later=()):
             tokenizer,
             ["m"],
             read_defaults(DEMO),
-            EngineClient(registry, lambda endpoint: channels[endpoint.name], placement, metrics, clock),
+            EngineClient(registry, lambda endpoint: channels[endpoint.name], placement, metrics, clock, told),
             metrics,
             clock,
             random.Random(0),

@@ -24,6 +24,7 @@ from tests.helpers.proposers import guessing
 
 STOP = 999
 DRAWN = SamplingParams()
+ALONE = st.sampled_from([0, 0, 0, 0, 0, 1, 3, 100])  # tokens of a request that runs alone until it has brought them
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
 
@@ -129,6 +130,10 @@ class Engine:
         assert 0 < len(plan.sequences) <= limits.max_sequences
         assert max(Counter(s.request_id for s in plan.sequences).values()) == 1
         assert len(set(plan.fresh_blocks)) == len(plan.fresh_blocks)
+        together = [self.scheduler.sequence(s.request_id) for s in plan.sequences]
+        if any(s.request.alone > (0 if s.branching else s.generated) for s in together):
+            assert len(together) == 1
+            assert not self.flying
         if self.ahead:
             self.scheduler.launch(plan)
         self.flying.append(plan)
@@ -313,7 +318,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
     steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
     all, to and from which copies travel, arrive in any order, and fail. Often there are drafts: right, wrong, or both.
-    Often some layers, or all, see no further back than a window, and there are blocks for that only.
+    Often some layers, or all, see no further back than a window, and there are blocks for that only. Some requests run
+    alone.
     """
 
     @initialize(
@@ -359,6 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         waited=st.sampled_from([0.0, 0.5, 20.0]),
         offline=st.booleans(),
         bad_words=st.sampled_from([(), (), (), ((1, 2),)]),
+        alone=ALONE,
     )
     def arrive(self, prefix, family, own, max_tokens, priority, **promise):
         name = f"r{len(self.requests)}"
@@ -375,13 +382,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 60),
         priority=st.integers(0, 2),
         offline=st.booleans(),
+        alone=ALONE,
     )
-    def search(self, prefix, own, width, max_tokens, priority, offline):
+    def search(self, prefix, own, width, max_tokens, priority, **promise):
         name = f"r{len(self.requests)}"
         prompt = ([1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest - 1]
         max_tokens = min(max_tokens, self.longest - len(prompt))
         params = SamplingParams(use_beam_search=True, n=width)
-        asked = request(name, prompt, max_tokens, priority, params, offline=offline)
+        asked = request(name, prompt, max_tokens, priority, params, **promise)
         scheduler = self.engine.scheduler
         room = (scheduler.pool.num_blocks // len(self.engine.windows) - blocks_for(len(prompt))) * BLOCK_TOKENS
         if width > scheduler.limits.max_sequences or width * (max_tokens - 1) > room:
@@ -401,6 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         ttft_ms=st.sampled_from([None, 1.0, 1000.0]),
         offline=st.booleans(),
+        alone=ALONE,
     )
     def embed(self, prefix, own, pooling, priority, **promise):
         name = f"r{len(self.requests)}"

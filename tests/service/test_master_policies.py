@@ -105,7 +105,7 @@ class Recorder:
     def relocated(self, now, at, migration):
         self.told.append(("relocated", migration.key[1], at, migration.to, migration.reason))
 
-    def ended(self, now, request_id, frontend, outcome):
+    def ended(self, now, request_id, frontend, outcome, refused=""):
         self.told.append(("ended", request_id, outcome and outcome.tokens))
 
 

@@ -427,9 +427,14 @@ class Inspection(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine is about to exit with an error, or refuses this sender."""
+    """The engine is about to exit with an error, or refuses this sender.
+
+    Attributes:
+        requests: by one of which it was broken, as far as it can tell: those in its step.
+    """
 
     message: str
+    requests: list[str] = []
 
 
 Event = (

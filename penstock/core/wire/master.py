@@ -150,10 +150,12 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         outcomes: of those that ended without an error.
+        refused: of those that were given up because they break engines: id -> what happened.
     """
 
     request_ids: list[str]
     outcomes: list[Outcome] = []
+    refused: dict[str, str] = {}
 
 
 FrontendMessage = Join | Place | Begun | Settled | Ended
@@ -185,6 +187,18 @@ class AskHistory(msgspec.Struct, tag=True, frozen=True):
     request: str
 
 
+class EngineEnded(msgspec.Struct, tag=True, frozen=True):
+    """How an incarnation of an engine ended, as its launcher saw it.
+
+    Attributes:
+        broken_by: the requests in the step that broke it, by one of them; empty where it was ended from outside.
+    """
+
+    name: str
+    incarnation: int
+    broken_by: list[str] = []
+
+
 class HostReport(msgspec.Struct, tag=True, frozen=True):
     """A launcher registers its instances: when something of them changes, and every second.
 
@@ -196,6 +210,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
         instances: all that it runs or could start.
         troubles: of those that cannot serve, or may not be able to: name -> why, with the name of the process at fault.
         model: digest of what it serves, which is the same on every host.
+        ended: engines that have just done so.
     """
 
     host: str
@@ -204,6 +219,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     troubles: dict[str, str] = {}
     model: str = ""
     protocol: int = PROTOCOL
+    ended: list[EngineEnded] = []
 
 
 class StartTotals(msgspec.Struct, frozen=True):
@@ -509,7 +525,7 @@ class Relocate(msgspec.Struct, tag=True, frozen=True):
 
 
 MasterMessage = Joined | Placed | NoPlace | Queued | Relocate | Members
-FromMaster = MasterMessage | Overview | History
+FromMaster = MasterMessage | Overview | History | EngineEnded
 
 decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(FromMaster).decode

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.core.black_box import FATAL
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.memory import Part
 from penstock.core.plan import StepPlan
@@ -259,8 +260,8 @@ class RankProcesses:
             case Logged(logger, level, text):
                 logging.getLogger(logger).log(level, "rank %d: %s", rank.rank, text)
             case Ended(text, wrong_option, field):
-                error = ConfigError(text, field) if wrong_option else RankFailed(f"{rank.name} has failed: {text}")
-                self.fail(rank.rank, error)
+                failed = RankFailed(f"{rank.name} has failed: {text}", broken=True)
+                self.fail(rank.rank, ConfigError(text, field) if wrong_option else failed)
         with self._changed:
             self._changed.notify_all()
         return True
@@ -268,7 +269,7 @@ class RankProcesses:
     def _failed(self, rank: Rank, how: str) -> None:
         if self.failure is None:
             log.error("%s %s", rank.name, how)
-        self.fail(rank.rank, RankFailed(f"{rank.name} {how}"))
+        self.fail(rank.rank, RankFailed(f"{rank.name} {how}", broken=-(rank.process.poll() or 0) in FATAL))
 
 
 def _start(rank: int, memory: int, options: EngineOptions, threads: int, meeting: str) -> Rank:

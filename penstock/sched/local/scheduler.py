@@ -47,6 +47,7 @@ class StepBuilder:
         fresh: blocks that each was given.
         short: a running sequence had to give up its blocks.
         drafts: behind the next token of each, that may be right.
+        prompt_tokens: of what it was filled with.
 
     Args:
         offline: tokens of prompts in it, where nothing in it is online; None where nothing bounds them.
@@ -59,6 +60,7 @@ class StepBuilder:
         self.fresh: dict[Sequence, list[int]] = {}
         self.short = False
         self.drafts: dict[Sequence, list[int]] = {}
+        self.prompt_tokens = 0
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence from the step; call it before preempting it."""
@@ -133,6 +135,8 @@ class Scheduler:
         self._awaiting: dict[str, Sequence] = {}  # blocks from other instances; unknown to the policy too
         self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
         self._sequences: dict[str, Sequence] = {}  # all of them
+        self._alone: dict[str, Sequence] = {}  # those of them that are to run alone
+        self._ran_alone = False  # one of these had the last step
         self.reservations = Reservations(self.kv, root, self._running)
         self._released: list[str] = []  # requests that have let go of their blocks since the last plan
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
@@ -254,6 +258,8 @@ class Scheduler:
         sequence.entered = self.counters.steps, self.counters.prompt_tokens
         self._arrivals += 1
         self._sequences[request.id] = sequence
+        if request.alone:
+            self._alone[request.id] = sequence
         self._policy.join(sequence)
         return sequence
 
@@ -262,6 +268,7 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
+        self._alone.pop(request_id, None)
         if self._awaiting.pop(request_id, None) is not None:
             return True
         if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
@@ -430,22 +437,8 @@ class Scheduler:
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for sequence in self._running:
-            (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
-        builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
-        prompt_tokens = 0
-        if self._policy.steady and not (prefilling or self._waiting):
-            self._decode(builder, decoding)
-        else:
-            allowance = self._policy.begin(now, delay, decoding, prefilling, self._waiting)
-            self._decode(builder, allowance.decoding)
-            self._fill(builder, allowance, prefilling)
-            prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
-            self.counters.prompt_tokens += prompt_tokens
-            if self._offline_chunk.tokens is not None and all_offline(builder.grants):
-                self._offline_chunk.granted(prompt_tokens, self.limits.token_budget)
+        builder = self._taking_turns(delay) if self._alone else self._build(delay)
+        self.counters.prompt_tokens += builder.prompt_tokens
         self.counters.steps += 1
         self._called = False
         if not builder.grants:
@@ -454,10 +447,54 @@ class Scheduler:
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         speculation = self.speculation
-        if speculation is not None and (speculation.hot or not prompt_tokens) and speculation.considers(builder.grants):
+        idle = speculation is not None and (speculation.hot or not builder.prompt_tokens)
+        if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
         released, self._released = self._released, []
         return builder.plan(released)
+
+    def _build(self, delay: Callable[[], float]) -> StepBuilder:
+        """A step of all that need not run alone."""
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        together = self._running if not self._alone else [s for s in self._running if s.id not in self._alone]
+        for sequence in together:
+            (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
+        builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
+        if self._policy.steady and not (prefilling or self._waiting):
+            self._decode(builder, decoding)
+            return builder
+        allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
+        self._decode(builder, allowance.decoding)
+        self._fill(builder, allowance, prefilling)
+        builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
+        if self._offline_chunk.tokens is not None and all_offline(builder.grants):
+            self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
+        return builder
+
+    def _taking_turns(self, delay: Callable[[], float]) -> StepBuilder:
+        """A step of one that is to run alone, or of all others; by turns, as far as there is room."""
+        # a search begins anew when it is preempted, and brings nothing before its end
+        for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone and not s.branching]:
+            del self._alone[sequence.id]
+        for alone in (not self._ran_alone, self._ran_alone):
+            builder = self._build_alone() if alone else self._build(delay)
+            if builder.grants:
+                self._ran_alone = alone
+                break
+        return builder
+
+    def _build_alone(self) -> StepBuilder:
+        """A step of the first of those that are to run alone: the next in the queue, or else one that runs."""
+        builder = StepBuilder(self.limits.token_budget)
+        if self._waiting and self._waiting.head.id in self._alone:
+            self._admit(builder, Allowance([]), self._waiting.head)
+        for sequence in [s for s in self._alone.values() if s in self._running]:
+            if builder.grants:
+                break
+            self._grant_running(builder, sequence, min(sequence.pending, builder.budget, self.kv.chunk))
+        builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
+        return builder
 
     def _draft(self, builder: StepBuilder, speculation: Speculation) -> None:
         """Have drafts computed behind what is granted, where that pays and there is room without evicting anything."""
@@ -492,6 +529,8 @@ class Scheduler:
 
     def look_ahead(self) -> bool:
         """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
+        if self._alone:
+            return False  # what breaks an engine is to be told from what is computed with it
         if self.speculation is not None and any(self._in_flight.of(s) for s in self.speculation.hot.values()):
             return False
         return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
@@ -665,7 +704,9 @@ class Scheduler:
                     allowance.granted(sequence, sequence.computed, count)
             else:
                 # no admission in a step that preempted: the victim would be admitted again
-                admitting = not builder.short and self._admit(builder, allowance, waiting.head)
+                # one that is to run alone is admitted by a step of its own, and not passed by others meanwhile
+                admitting = not builder.short and waiting.head.id not in self._alone
+                admitting = admitting and self._admit(builder, allowance, waiting.head)
         return admitting
 
     def _lengthen(self, builder: StepBuilder, allowance: Allowance) -> None:
@@ -805,6 +846,7 @@ class Scheduler:
         elsewhere = (*self._loading.values(), *self._awaiting.values())
         assert {*holding, *self._waiting, *elsewhere} == set(self._sequences.values())
         assert not any(s.blocks for s in self._awaiting.values())
+        assert self._alone.items() <= self._sequences.items()
         self._waiting.check()
         self._in_flight.check()
         owners: list[Sequence | Reservation] = [*holding, *self.reservations.open]

@@ -1,0 +1,152 @@
+"""The processes of a deployment on this machine, as command lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.service.supervisor import ProcessKind, Program
+
+if TYPE_CHECKING:
+    from penstock.service.deployment import Deployment, Group
+
+KV_POOL = "kv-pool"  # name of that process, and of its socket
+
+
+def plan(
+    deployment: Deployment,
+    directory: Path,
+    folder: Path,
+    listeners: Sequence[socket.socket],
+    engine_fields: Callable[[Group, int], dict[str, Any]],
+    doors: Sequence[socket.socket] = (),
+    master: str | None = None,
+    names: Mapping[str, str] | None = None,
+) -> list[Program]:
+    """Every process of the deployment, in the order in which they start.
+
+    Args:
+        directory: of the model.
+        folder: for sockets; short, because the path of one has at most 107 bytes.
+        listeners: bound, one for each frontend. They stay open here, so that a restarted frontend keeps its port.
+        engine_fields: group and number of an instance among all -> fields of its engine's options.
+        doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
+        master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
+        names: instance -> name of its process, where that is another one; see `service.upgrade`.
+    """
+    import msgspec
+
+    common = {
+        "parent": os.getpid(),
+        "log_level": deployment.server["log_level"],
+        "log_format": deployment.server["log_format"],
+        "secured": deployment.secured,
+    }
+
+    def program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
+        return make_program(name, kind, {**common, **settings}, folder / f"{name}.heartbeat", **more)
+
+    programs = []
+    registry = None if deployment.cluster is None else deployment.cluster.registry
+    if deployment.orphans is not None:
+        settings = {"path": str(folder / KV_POOL), "orphan_seconds": deployment.orphans}
+        programs.append(program(KV_POOL, "kv_pool", settings, socket=folder / KV_POOL))
+    places = [(group, name) for group in deployment.groups for name in group.instances]
+    for number, (group, instance) in enumerate(places):
+        name = instance if names is None else names[instance]
+        settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None)
+        settings["options"] = engine_fields(group, number)
+        programs.append(program(name, "engine", settings, starts=instance not in group.spares, **more))
+    settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
+    settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
+    settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
+    settings["flight_recorder"] = deployment.flight_recorder
+    cluster = deployment.cluster
+    masters = None if cluster is None else cluster.masters
+    for number in range(int(master is None) if masters is None else masters):
+        name = f"master-{number}" if number else "master"
+        public = None if cluster is None else f"tcp://{cluster.host}:{cluster.port + number}"
+        own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
+        programs.append(program(name, "master", settings | own, socket=folder / name))
+    for number, listener in enumerate(listeners):
+        name = f"frontend-{number}"
+        settings = {"name": name, "listen_fd": listener.fileno(), "master": master or master_address(folder)}
+        settings["registry"] = registry
+        settings["server"] = _server(deployment, directory, listener, number)
+        programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
+    return programs
+
+
+def _engine(
+    deployment: Deployment, group: Group, name: str, folder: Path, door: socket.socket | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of an instance's process, but for its engine's options, and what its `Program` has beside them."""
+    rayed = deployment.ray is not None
+    pooled = group.shares_memory and not rayed
+    place = {"address": f"ipc://{folder}/{name}", "role": group.role}
+    settings: dict[str, Any] = {**place, "name": name, "shown_as": name, "lease_s": deployment.lease, "public": None}
+    settings["kv_pool"] = str(folder / KV_POOL) if pooled else None
+    settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
+    shares = group.shares_weights and not rayed
+    settings["weights"] = {"address": f"unix:{folder / name}.weights", "folder": str(folder)} if shares else None
+    more: dict[str, Any] = {**place, "socket": folder / name, "devices": group.ranks}
+    more["needs"] = KV_POOL if pooled else None
+    more["module"] = "adopted" if group.adopted else None
+    if rayed:
+        more["address"] = ""  # on a node that Ray chooses
+        more["resources"] = group.needs
+    if door is not None:
+        host, port = door.getsockname()
+        more["public"] = f"tcp://{host}:{port}"
+        settings["public"] = {"address": more["public"], "fd": door.fileno()}
+        more["descriptors"] = (door.fileno(),)
+    return settings, more
+
+
+def master_address(folder: Path) -> str:
+    return f"ipc://{folder}/master"
+
+
+def make_program(
+    name: str,
+    kind: ProcessKind,
+    settings: Mapping[str, Any],
+    heartbeat: Path,
+    module: str | None = None,
+    **more: Any,
+) -> Program:
+    """
+    Args:
+        settings: as the module of `penstock.cli` has them, but for the heartbeat.
+        heartbeat: the file by which it is watched.
+        module: which one; by default the kind's name.
+    """
+    told = json.dumps({**settings, "heartbeat": str(heartbeat)})
+    command = (sys.executable, "-m", f"penstock.cli.{module or kind}", told)
+    return Program(name=name, kind=kind, command=command, heartbeat=heartbeat, **more)
+
+
+def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
+    if deployment.transport is None:
+        return None
+    kind, host = deployment.transport.kind, "127.0.0.1" if deployment.cluster is None else deployment.cluster.host
+    address = f"unix:{path}" if kind == "shared" else f"tcp:{host}:0"
+    return {"kind": kind, "address": address, "tls": deployment.transport.tls, "faults": deployment.transport.faults}
+
+
+def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:
+    """A frontend's `ServerOptions`, without the API keys. Each frontend chooses seeds of its own."""
+    options = {key: value for key, value in deployment.server.items() if key not in ("served_model_name", "api_key")}
+    if options["seed"] is not None:
+        options["seed"] += number
+    return options | {
+        "directory": str(directory),
+        "names": deployment.names,
+        "port": listener.getsockname()[1],
+    }
