@@ -25,8 +25,8 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 class Call:
     """A request that is ready to be sent: nothing is left to compute when its time comes.
 
-    `at` is in seconds from the start of the workload, `body` is JSON, the counts are tokens. `name` is the request's id in
-    the server's log; "" leaves it to the server.
+    `at` is in seconds from the start of the workload, `body` is JSON, the counts are tokens. `name` is the request's id
+    in the server's log; "" leaves it to the server.
     """
 
     number: int

@@ -59,9 +59,7 @@ PROMISES = (needed("recovery-p99-ms", number(0, 1e7), help="that the longest gap
 FAULTS = (
     needed("kind", kinds, help="one or several, of which one is drawn"),
     needed("every", number(0, 86_400), help="seconds in which it strikes once"),
-    needed(
-        "targets", words, help="engines, frontends, master, kv-pool, hosts, a group, or names of processes or hosts"
-    ),
+    needed("targets", words, help="engines, frontends, master, kv-pool, hosts, a group, or names of processes"),
     Option("for", number(0, 3600), 3.0, "seconds that it lasts; a kill takes no time"),
     Option("speed", number(0, 0.95), 0.3, "share of the time in which a slow process runs"),
     Option("disk", integer(1, 4096), 16, "megabytes of the disk that is filled"),
@@ -132,8 +130,8 @@ class _Parser:
             longest = max(fault.lasts for fault in faults) + safety["settle"]
             file.complain(
                 spots.get("duration", file.root),
-                f"{top['duration']:g}, no fault fits into it; allowed is more than the {longest:g} s that one takes with "
-                "safety.settle",
+                f"{top['duration']:g}, no fault fits into it; allowed is more than the {longest:g} s that one takes "
+                "with safety.settle",
             )
         file.finish()
         return drill
@@ -163,7 +161,13 @@ class _Parser:
             self.file.complain(spot, str(error).replace("--", ""))
             return None
         share = 0.7 if values["share"] is None else values["share"]
-        return Load(dataset, values["request_rate"], share, values["temperature"], values["max_concurrency"])
+        return Load(
+            dataset=dataset,
+            rate=values["request_rate"],
+            share=share,
+            temperature=values["temperature"],
+            at_once=values["max_concurrency"],
+        )
 
     # --- deployments
 
@@ -228,9 +232,8 @@ class _Parser:
             if name not in spots and not (name == "targets" and own == {DISK}):
                 self.file.complain(entry, f"{name} is missing, and there is no default")
         if own and len(values["kind"]) > 1:
-            self.file.complain(
-                spots["kind"], f"{', '.join(values['kind'])}, allowed is {' or '.join(sorted(own))} alone"
-            )
+            given, alone = ", ".join(values["kind"]), " or ".join(sorted(own))
+            self.file.complain(spots["kind"], f"{given}, allowed is {alone} alone")
         if own == {DISK} and "targets" in spots:
             self.file.complain(spots["targets"], f"{spots['targets'].shown}, allowed is nothing: there is one disk")
         return {"": entry, **spots}, values

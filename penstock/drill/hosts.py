@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, linked by a bridge; and disks that are a few megabytes of memory."""
+"""Hosts that are network namespaces of this machine, linked by a bridge; disks that are some megabytes of memory."""
 
 from __future__ import annotations
 

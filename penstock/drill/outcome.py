@@ -114,6 +114,7 @@ def judge(
     outcome.errors = dict(failures.most_common())
     for record, known in zip(records, right, strict=True):
         assert known.answer is not None
+        assert known.finish_reason is not None
         what = None
         if record.error is None or (record.answer is not None and record.answer.pieces):
             tokens, text = known.answer.token_ids or [], known.answer.text

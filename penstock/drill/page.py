@@ -81,8 +81,8 @@ def _in_order(name: str) -> tuple[str, int]:
 def _stretches(rows: Sequence[tuple[float, str]], end: float) -> list[tuple[float, float, str, str]]:
     ends = [*(time for time, _ in rows[1:]), end]
     found = []
-    for (begin, state), until in zip(rows, ends, strict=True):
-        begin = max(begin, 0.0)
+    for (since, state), until in zip(rows, ends, strict=True):
+        begin = max(since, 0.0)
         if until > begin:
             found.append((begin, until, CLASSES[state], f"{state}, {begin:.1f} to {until:.1f} s"))
     return found
@@ -97,7 +97,7 @@ def _stretch(fault: Document) -> tuple[float, float, str, str]:
 def _gaps(document: Document) -> str:
     by_kind: dict[str, list[tuple[float, float | None]]] = {}
     taken = set()
-    for number, stream, at, gap in document["hits"]:
+    for number, _, at, gap in document["hits"]:
         by_kind.setdefault(document["faults"][number]["kind"], []).append((at, gap))
         taken.add((at, gap))
     free = [(at, gap) for at, gap in document["waits"] if (at, gap) not in taken]

@@ -74,9 +74,8 @@ def broken(drill: Drill, result: Result) -> list[str]:
     found += [f"leak: {line}" for line in result.leaks]
     for each in result.struck:
         if each.began is not None and each.back is None:
-            found.append(
-                f"{each.strike.target} did not come back after the {each.strike.kind} at {each.strike.at:.1f} s"
-            )
+            what = f"the {each.strike.kind} at {each.strike.at:.1f} s"
+            found.append(f"{each.strike.target} did not come back after {what}")
     return found + list(result.wrong)
 
 

@@ -491,8 +491,8 @@ class _Disturbed:
     async def _weigh(self) -> None:
         while True:
             pids, now = self.deployment.pids(), time.monotonic()
-            sizes = await asyncio.to_thread(lambda pids=pids: {name: own_memory(pid) for name, pid in pids.items()})
-            for name, size in sizes.items():
+            sizes = await asyncio.to_thread(lambda running: [*map(own_memory, running)], [*pids.values()])
+            for name, size in zip(pids, sizes, strict=True):
                 if size:
                     self.memory.setdefault(name, []).append((now, pids[name], size))
             await asyncio.sleep(WEIGH)
