@@ -159,7 +159,7 @@ async def deployed(drill: Drill, place: Place, named: str) -> AsyncIterator[Depl
     try:
         for number, content in enumerate([drill.deployment, *drill.joining]):
             path = place.folder / f"{named}-{number}.yaml"
-            settings = dict(content) | {"log-format": "json", "log-level": "INFO"}
+            settings = dict(content) | {"log-format": "json", "log-level": "info"}
             words = ["up", str(path), "--port", "0"]
             if hosts:
                 settings |= {"host": "0.0.0.0", "cluster": {"host": hosts[number].address, "port": MASTER_PORT}}
