@@ -24,7 +24,7 @@ def test_a_schedule_never_breaks_more_than_it_may(made, at_once, healthy, settle
     assert strikes == schedule(made, safety, 120.0, seed)
     assert [s.at for s in strikes] == sorted(s.at for s in strikes)
     for strike in strikes:
-        assert 0 <= strike.at
+        assert strike.at >= 0
         assert over(strike, safety) <= 120.0
         assert any(strike.target in fault.targets and strike.kind in fault.kinds for fault in made)
         now = [other.target for other in strikes if other.at <= strike.at < over(other, safety)] or [strike.target]
