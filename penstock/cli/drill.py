@@ -80,9 +80,7 @@ async def _drilled(drill: Drill, place: Place, tell: Tell) -> Result:
 @contextlib.contextmanager
 def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
     """Where it runs; all of that is gone at the end, but for the folder that is to be kept."""
-    from penstock.cli.drill_file import host_name
     from penstock.cli.run_folder import temporary_folder
-    from penstock.drill.hosts import hosts, small_disk
     from penstock.drill.run import Place
 
     with contextlib.ExitStack() as stack:
@@ -93,14 +91,7 @@ def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
         files.mkdir()
         if keep is not None:
             stack.callback(shutil.copytree, files, keep)
-        disk = None
-        if drill.disk_megabytes is not None:
-            disk = stack.enter_context(small_disk(temporary, drill.disk_megabytes))
-        places = {}
-        if drill.joining:
-            made = stack.enter_context(hosts(len(drill.joining) + 1))
-            places = {host_name(number_): host for number_, host in enumerate(made)}
-        yield Place(folder=files, temporary=temporary, environment=os.environ, hosts=places, disk=disk)
+        yield Place(folder=files, temporary=temporary, environment=os.environ)
 
 
 @contextlib.contextmanager

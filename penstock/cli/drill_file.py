@@ -14,20 +14,19 @@ from penstock.bench.dataset import NAMES, Dataset
 from penstock.cli.options import Option, between, integer, number, one_of, read_text, text, words
 from penstock.cli.up import read
 from penstock.core.errors import ConfigError
-from penstock.drill.faults import OF_PROCESSES, Fault, Kind, Safety
-from penstock.drill.hosts import why_no_disk, why_not
+from penstock.drill.faults import KINDS, Fault, Safety
 from penstock.drill.launched import Expected
-from penstock.drill.run import DISK, Drill, Load
+from penstock.drill.run import Drill, Load
 from penstock.service.settings_file import SettingsFile, Spot
 
 if TYPE_CHECKING:
     from penstock.service.deployment import Deployment
 
-SECTIONS = ("deployment", "hosts", "load", "safety", "promises", "faults")
+SECTIONS = ("deployment", "load", "safety", "promises", "faults")
 
 
 def kinds(value: str) -> tuple[str, ...]:
-    return tuple(map(one_of(*OF_PROCESSES), words(value)))  # hosts and disks have never been tried
+    return tuple(map(one_of(*KINDS), words(value)))
 
 
 needed = partial(Option, default=None)
@@ -59,10 +58,9 @@ PROMISES = (needed("recovery-p99-ms", number(0, 1e7), help="that the longest gap
 FAULTS = (
     needed("kind", kinds, help="one or several, of which one is drawn"),
     needed("every", number(0, 86_400), help="seconds in which it strikes once"),
-    needed("targets", words, help="engines, frontends, master, kv-pool, hosts, a group, or names of processes"),
+    needed("targets", words, help="engines, frontends, master, kv-pool, a group, or names of processes"),
     Option("for", number(0, 3600), 3.0, "seconds that it lasts; a kill takes no time"),
     Option("speed", number(0, 0.95), 0.3, "share of the time in which a slow process runs"),
-    Option("disk", integer(1, 4096), 16, "megabytes of the disk that is filled"),
 )
 
 
@@ -97,21 +95,16 @@ class _Parser:
         file.finish()
         assert load is not None
         content, deployment = self._deployment()
-        joining = [self._host(spot, deployment) for spot in file.items(spots.get("hosts"))]
         file.finish()
         groups = {group.name: frozenset(group.instances[: group.count]) for group in deployment.groups}
-        for _, other in joining:
-            groups |= {group.name: frozenset(group.instances[: group.count]) for group in other.groups}
-        breaks = self._breaks(deployment, [other for _, other in joining])
+        breaks = _breaks(deployment)
         if not groups:
-            file.complain(spots["deployment"], "without instances, allowed is at least one, here or under hosts")
+            file.complain(spots["deployment"], "without instances, allowed is at least one")
         faults = tuple(self._fault_of(spots_, values, groups, breaks, safety["healthy"]) for spots_, values in entries)
-        self._check_means(entries, joining)
         file.finish()
         drill = Drill(
             name=Path(self.path).stem,
             deployment=content,
-            joining=[other for other, _ in joining],
             expected=Expected(
                 instances=frozenset(name for members in groups.values() for name in members),
                 frontends=deployment.frontends,
@@ -124,7 +117,6 @@ class _Parser:
             faults=faults,
             safety=Safety(**safety, groups=groups, breaks=breaks),
             most_recovery_ms=promises["recovery_p99_ms"],
-            disk_megabytes=max((v["disk"] for _, v in entries if DISK in v["kind"]), default=None),
         )
         if not drill.strikes:
             longest = max(fault.lasts for fault in faults) + safety["settle"]
@@ -179,34 +171,16 @@ class _Parser:
             name, content = str(path), read_text(str(path), f"{self.path}:{spot.line}: deployment: {path}")
         else:
             name, content = self.path, self._text_of(spot)
-        hosts = "hosts" in self.spots
-        settings = yaml.safe_load(content)
-        if hosts and isinstance(settings, dict):
-            self._refuse_cluster(spot, settings)
-            settings = {"cluster": {"host": "127.0.0.1"}} | settings
-            content = yaml.safe_dump(settings, sort_keys=False)
-        return settings, self._checked(spot, read(name, content))
-
-    def _host(self, spot: Spot, first: Deployment) -> tuple[dict[str, Any], Deployment]:
-        settings = yaml.safe_load(self._text_of(spot))
-        if isinstance(settings, dict):
-            self._refuse_cluster(spot, settings)
-            settings = {"cluster": {"host": "127.0.0.1"}} | settings
-        found = read(self.path, yaml.safe_dump(settings, sort_keys=False), common=first.common)
-        return settings, self._checked(spot, found)
-
-    def _refuse_cluster(self, spot: Spot, settings: Mapping[str, Any]) -> None:
-        if "cluster" in settings:
-            self.file.complain(spot, "cluster: given, allowed is nothing with hosts: the drill makes their addresses")
-            self.file.finish()
+        deployment = self._checked(spot, read(name, content))
+        return yaml.safe_load(content), deployment
 
     def _checked(self, spot: Spot, deployment: Deployment) -> Deployment:
         if deployment.ray is not None:
             self.file.complain(spot, "launcher: 'ray', allowed is local: a drill only signals what it has started")
         if any(group.adopted for group in deployment.groups):
             self.file.complain(spot, "url: given, allowed are instances that a drill can start")
-        if deployment.cluster is not None and "hosts" not in self.spots:
-            self.file.complain(spot, "cluster: given, allowed is nothing: hosts of a drill stand under hosts")
+        if deployment.cluster is not None:
+            self.file.complain(spot, "cluster: given, allowed is nothing: a drill only signals what it has started")
         try:
             local = deployment.server["host"] in ("0.0.0.0", "localhost") or ipaddress.ip_address(
                 deployment.server["host"]
@@ -227,30 +201,10 @@ class _Parser:
     def _fault(self, entry: Spot) -> tuple[Mapping[str, Spot], dict[str, Any]]:
         spots = self.file.section(entry, [option.name for option in FAULTS])
         values = {option.key: option.default for option in FAULTS} | self.file.values(spots, FAULTS)
-        own = {} if values["kind"] is None else {kind for kind in values["kind"] if kind not in OF_PROCESSES}
         for name in ("kind", "every", "targets"):
-            if name not in spots and not (name == "targets" and own == {DISK}):
+            if name not in spots:
                 self.file.complain(entry, f"{name} is missing, and there is no default")
-        if own and len(values["kind"]) > 1:
-            given, alone = ", ".join(values["kind"]), " or ".join(sorted(own))
-            self.file.complain(spots["kind"], f"{given}, allowed is {alone} alone")
-        if own == {DISK} and "targets" in spots:
-            self.file.complain(spots["targets"], f"{spots['targets'].shown}, allowed is nothing: there is one disk")
-        return {"": entry, **spots}, values
-
-    def _breaks(self, deployment: Deployment, joining: Sequence[Deployment]) -> dict[str, frozenset[str]]:
-        """Of everything that can be a target, the instances that do not serve without it."""
-        here = frozenset(name for group in deployment.groups for name in group.instances[: group.count])
-        found = {name: frozenset({name}) for name in here}
-        found |= {f"frontend-{number_}": frozenset() for number_ in range(deployment.frontends)}
-        found |= {"master": frozenset(), DISK: frozenset()}
-        if deployment.orphans is not None:
-            found["kv-pool"] = here
-        for number_, other in enumerate(joining, 1):
-            there = frozenset(name for group in other.groups for name in group.instances[: group.count])
-            found |= {name: frozenset({name}) for name in there}
-            found[host_name(number_)] = there
-        return found
+        return spots, values
 
     def _fault_of(
         self,
@@ -260,47 +214,38 @@ class _Parser:
         breaks: Mapping[str, frozenset[str]],
         healthy: int,
     ) -> Fault:
-        kind: tuple[Kind, ...] = values["kind"]
-        targets: dict[str, None] = {DISK: None} if kind == (DISK,) else {}
-        partition = kind == ("partition",)
-        hosts = {name for name in breaks if name.startswith("host-") and name not in set().union(*groups.values())}
-        allowed = hosts if partition else set(breaks) - hosts - {DISK}
+        targets: dict[str, None] = {}
         several = {
-            "engines": sorted(name for name in allowed if any(name in members for members in groups.values())),
-            "frontends": sorted(name for name in allowed if name.startswith("frontend-")),
-            "hosts": sorted(hosts),
-            **{name: sorted(members & allowed) for name, members in groups.items()},
+            "engines": sorted(name for members in groups.values() for name in members),
+            "frontends": sorted(name for name in breaks if name.startswith("frontend-")),
+            **{name: sorted(members) for name, members in groups.items()},
         }
-        for word in values["targets"] or ():
-            named = several.get(word) or ([word] if word in allowed else [])
+        for word in values["targets"]:
+            named = several.get(word) or ([word] if word in breaks else [])
             targets |= dict.fromkeys(named)
             if not named:
-                known = sorted(allowed | {name for name, members in several.items() if members})
-                self.file.complain(spots["targets"], f"{word!r}, allowed with {', '.join(kind)} are {', '.join(known)}")
+                known = ", ".join(sorted({*breaks, *several}))
+                self.file.complain(spots["targets"], f"{word!r}, allowed are {known}")
         alone = Safety(at_once=1, healthy=healthy, settle=0.0, groups=groups, breaks=breaks)
         if targets and not any(alone.allows(name, ()) for name in targets):
             self.file.complain(
-                spots.get("targets", spots[""]),
+                spots["targets"],
                 f"{', '.join(targets)}, allowed is what leaves {healthy} instances of each group (safety.healthy)",
             )
         return Fault(
-            kinds=kind, every=values["every"], targets=tuple(targets), lasts=values["for"], speed=values["speed"]
+            kinds=values["kind"],
+            every=values["every"],
+            targets=tuple(targets),
+            lasts=values["for"],
+            speed=values["speed"],
         )
 
-    def _check_means(
-        self, entries: Sequence[tuple[Mapping[str, Spot], dict[str, Any]]], joining: Sequence[object]
-    ) -> None:
-        """What this machine cannot do is refused by name."""
-        if joining and (why := why_not()):
-            self.file.complain(self.spots["hosts"], f"given, allowed is nothing here: {why}")
-        for spots, values in entries:
-            if DISK in values["kind"] and (why := why_no_disk()):
-                self.file.complain(spots["kind"], f"{DISK!r}, allowed are {', '.join(OF_PROCESSES)} here: {why}")
-            if "partition" in values["kind"] and not joining:
-                where = "allowed only with a section hosts, whose instances can be cut off"
-                self.file.complain(spots["kind"], f"'partition', {where}")
 
-
-def host_name(number_: int) -> str:
-    """Of a host in the file's list, from 1; number 0 has frontends and master."""
-    return f"host-{number_}"
+def _breaks(deployment: Deployment) -> dict[str, frozenset[str]]:
+    """Of everything that can be a target, the instances that do not serve without it."""
+    instances = frozenset(name for group in deployment.groups for name in group.instances[: group.count])
+    found = {name: frozenset({name}) for name in instances}
+    found |= {f"frontend-{number_}": frozenset() for number_ in range(deployment.frontends)} | {"master": frozenset()}
+    if deployment.orphans is not None:
+        found["kv-pool"] = instances
+    return found

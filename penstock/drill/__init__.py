@@ -1,9 +1,8 @@
-"""A deployment under load whose parts are killed, stopped, slowed down and cut off, and what its clients saw of it.
+"""A deployment under load whose processes are killed, stopped and slowed down, and what its clients saw of it.
 
     faults.py      what is broken, and when: a seeded schedule that leaves enough of a deployment whole
     launched.py    a real `penstock up`, started here: its processes by name, what it logs, how to signal one of them
     strikes.py     how each kind of fault is done and undone
-    hosts.py       hosts that are network namespaces of this machine; disks of few megabytes
     holdings.py    what a deployment holds: descriptors, ports, blocks, memory; and what is left of it at its end
     outcome.py     what clients saw, compared with a run that nothing disturbed
     run.py         the drill itself

@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["kill", "freeze", "slow", "partition", "disk"]
+Kind = Literal["kill", "freeze", "slow"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-OF_PROCESSES: tuple[Kind, ...] = ("kill", "freeze", "slow")  # the others have targets of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +18,7 @@ class Fault:
     Attributes:
         kinds: of which one is drawn each time.
         every: seconds; it strikes once in each span of so many, at a moment that is drawn.
-        targets: of which one is drawn: names of processes, of hosts for a partition, or `DISK`.
+        targets: names of processes, of which one is drawn.
         lasts: seconds; a kill takes no time.
         speed: share of the time in which a slow process runs.
     """

@@ -1,4 +1,4 @@
-"""A deployment that was started here: a `penstock up`, and a `penstock join` for each further host."""
+"""A deployment that was started here: a `penstock up` and its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.core.errors import PenstockError, Unavailable
 
 KEPT = 30  # lines of the log that an error shows
 LOOK = 0.05  # seconds
-STOPPING = 60.0  # seconds that a launcher has to end, beyond the drain timeout
+STOPPING = 60.0  # seconds until the last line of a launcher that has ended is read
 EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavailable")  # what clients are told as well
 
 
@@ -74,26 +74,42 @@ class Grip:
         os.close(self.descriptor)
 
 
-class Launched:
+@dataclass(slots=True, kw_only=True)
+class Expected:
+    """What is to run.
+
+    Attributes:
+        instances: names, of those that are started at first.
+        frontends: how many.
+    """
+
+    instances: frozenset[str]
+    frontends: int
+
+
+class Deployed:
     """A launcher and its processes; what they log, as JSON, is read all the time.
 
     Args:
         words: of `penstock`, such as ["up", FILE].
-        enter: what the command line begins with, to run on another host.
         environment: of all its processes.
         log: file that gets every line of it.
+        expected: what is to run.
 
     Attributes:
+        urls: of its frontends; known when it serves.
         routes: request id -> names of the instances that had it, of requests that have ended.
         raised: the last line of each exception that was logged and that no client is told of.
     """
 
-    def __init__(self, words: Sequence[str], enter: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        command = [*enter, sys.executable, "-m", "penstock.cli.main", *words]
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path, expected: Expected) -> None:
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environment),
+            [sys.executable, "-m", "penstock.cli.main", *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=dict(environment),
             start_new_session=True,  # ^C is the drill's, which stops it then
         )  # fmt: skip
+        self.expected = expected
+        self.urls: list[str] = []
         self.routes: dict[str, tuple[str, ...]] = {}
         self.raised: list[str] = []
         self._last: list[str] = []
@@ -132,13 +148,49 @@ class Launched:
         if not line.startswith(EXPECTED):
             self.raised.append(line)
 
-    def said(self) -> str:
+    def _said(self) -> str:
         """The end of its log."""
         return "\n".join(self._last)
+
+    # --- its processes
+
+    async def serves(self, patience: float) -> None:
+        """Wait until every frontend has every instance. Raises PenstockError when that takes too long."""
+        deadline = time.monotonic() + patience
+        while not self._found_frontends():
+            await self._wait(deadline, "its frontends did not start")
+        for url in self.urls:
+            while not self.expected.instances <= await states(url, ready=True):
+                await self._wait(deadline, f"its instances were not ready after {patience:g} s")
+
+    async def _wait(self, deadline: float, why: str) -> None:
+        if self.process.poll() is not None:
+            raise PenstockError(f"the deployment ended with {self.process.returncode}: {self._said()}")
+        if time.monotonic() > deadline:
+            raise PenstockError(f"{why}: {self._said()}")
+        await asyncio.sleep(LOOK)
+
+    def _found_frontends(self) -> bool:
+        ports = {
+            name: settings["server"]["port"] for name, settings in self.told().values() if name.startswith("frontend-")
+        }
+        names = [f"frontend-{number}" for number in range(self.expected.frontends)]
+        if not all(name in ports for name in names):
+            return False
+        self.urls = [f"http://127.0.0.1:{ports[name]}" for name in names]
+        return True
 
     def told(self) -> dict[int, tuple[str, dict[str, Any]]]:
         """See `told`; of this launcher."""
         return told(self.process.pid)
+
+    def pids(self) -> dict[str, int]:
+        """Every process that runs now, by name."""
+        return {name: pid for pid, (name, _) in self.told().items()}
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What each process was told at its start, by name."""
+        return dict(self.told().values())
 
     def grip(self, name: str) -> Grip | None:
         """Take hold of one of its processes; None when it does not run now."""
@@ -151,8 +203,13 @@ class Launched:
                     grip.close()
         return None
 
-    async def stop(self, patience: float) -> int | None:
-        """Its exit code; None when it had to be killed."""
+    def ended(self) -> str:
+        """How it ended by itself; "" while it runs."""
+        code = self.process.poll()
+        return "" if code is None else f"the launcher ended with {code}"
+
+    async def stop(self, patience: float) -> list[str]:
+        """End it; what was wrong about how it ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + patience
@@ -163,100 +220,9 @@ class Launched:
             self.process.kill()  # the others end when they see it
             self.process.wait()
         self._reader.join(STOPPING)
-        return code
-
-
-@dataclass(slots=True, kw_only=True)
-class Expected:
-    """What is to run.
-
-    Attributes:
-        instances: names, of those that are started at first.
-        frontends: how many.
-    """
-
-    instances: frozenset[str]
-    frontends: int
-
-
-class Deployed:
-    """All launchers of a deployment together, the first of which has its frontends and its master.
-
-    Attributes:
-        urls: of its frontends; known when it serves.
-    """
-
-    def __init__(self, launchers: Sequence[Launched], expected: Expected, address: str) -> None:
-        self.launchers, self.expected, self._address = launchers, expected, address
-        self.urls: list[str] = []
-
-    async def serves(self, patience: float) -> None:
-        """Wait until every frontend has every instance. Raises PenstockError when that takes too long."""
-        deadline = time.monotonic() + patience
-        while not self._found_frontends():
-            await self._wait(deadline, "its frontends did not start")
-        for url in self.urls:
-            while not self.expected.instances <= await states(url, ready=True):
-                await self._wait(deadline, f"its instances were not ready after {patience:g} s")
-
-    async def _wait(self, deadline: float, why: str) -> None:
-        for launcher in self.launchers:
-            if launcher.process.poll() is not None:
-                raise PenstockError(f"the deployment ended with {launcher.process.returncode}: {launcher.said()}")
-        if time.monotonic() > deadline:
-            raise PenstockError(f"{why}: {self.launchers[0].said()}")
-        await asyncio.sleep(LOOK)
-
-    def _found_frontends(self) -> bool:
-        ports = {
-            name: settings["server"]["port"]
-            for name, settings in self.launchers[0].told().values()
-            if name.startswith("frontend-")
-        }
-        names = [f"frontend-{number}" for number in range(self.expected.frontends)]
-        if not all(name in ports for name in names):
-            return False
-        self.urls = [f"http://{self._address}:{ports[name]}" for name in names]
-        return True
-
-    def pids(self) -> dict[str, int]:
-        """Every process that runs now, by name; of a further host those that are instances."""
-        found: dict[str, int] = {}
-        for launcher in reversed(self.launchers):
-            found |= {name: pid for pid, (name, _) in launcher.told().items()}
-        return found
-
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """What each process was told at its start, by name."""
-        found: dict[str, dict[str, Any]] = {}
-        for launcher in reversed(self.launchers):
-            found |= dict(launcher.told().values())
-        return found
-
-    def grip(self, name: str) -> Grip | None:
-        return next((grip for launcher in self.launchers if (grip := launcher.grip(name)) is not None), None)
-
-    def ended(self) -> str:
-        """How it ended by itself; "" while it runs."""
-        codes = [launcher.process.poll() for launcher in self.launchers]
-        return "" if all(code is None for code in codes) else f"a launcher ended with {codes}"
-
-    def route(self, request: str) -> tuple[str, ...]:
-        """Instances that had a request, if it has ended."""
-        return tuple(name for launcher in self.launchers for name in launcher.routes.get(request, ()))
-
-    @property
-    def raised(self) -> list[str]:
-        return [line for launcher in self.launchers for line in launcher.raised]
-
-    async def stop(self, patience: float) -> list[str]:
-        """End it; what was wrong about how it ended."""
-        wrong = []
-        for launcher in reversed(self.launchers):
-            code = await launcher.stop(patience)
-            if code != 0:
-                wrong.append("a launcher did not end in time" if code is None else f"a launcher ended with {code}")
-        return wrong
+        if code == 0:
+            return []
+        return ["the launcher did not end in time" if code is None else f"the launcher ended with {code}"]
 
 
 async def states(url: str, *, ready: bool = False) -> set[str]:

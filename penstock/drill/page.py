@@ -14,7 +14,7 @@ WIDE = 2 * WIDTH + 40
 TIME = Axis("time (s)", low=0.0)
 CLASSES = {"serves": "decode", "starts": "other", "gone": "down"}
 LEGEND = (("serves", "decode"), ("starts", "other"), ("does not run", "down"), ("fault", "prefill"))
-COLOUR = {"kill": 3, "freeze": 0, "slow": 5, "partition": 4, "disk": 9}
+COLOUR = {"kill": 3, "freeze": 0, "slow": 5}
 UNHIT = 8  # colour of what no fault accounts for
 LEAST = 0.35  # seconds of a fault, as it is drawn
 MOST_LINES = 10  # processes whose memory is drawn
@@ -67,9 +67,6 @@ def _strips(document: Document) -> str:
             if fault["target"] == name and fault["began_s"] is not None:
                 stretches.append(_stretch(fault))
         rows.append(Strip(name, stretches))
-    others = {fault["target"] for fault in document["faults"] if fault["began_s"] is not None} - set(document["states"])
-    for name in sorted(others):  # hosts and disks
-        rows.append(Strip(name, [_stretch(fault) for fault in document["faults"] if fault["target"] == name]))
     return strip_chart(rows, TIME, LEGEND, width=WIDE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,14 +22,11 @@ from penstock.bench.serve import Bench, RequestOptions, closed_loop, open_loop
 from penstock.core.errors import PenstockError
 from penstock.drill.faults import Fault, Safety, Strike, schedule
 from penstock.drill.holdings import Holdings, Marks, grown, look, more_than, own_memory, shared_memory
-from penstock.drill.hosts import Disk, Host
-from penstock.drill.launched import Deployed, Expected, Launched, fetch, states
+from penstock.drill.launched import Deployed, Expected, fetch, states
 from penstock.drill.outcome import Outcome, Struck, judge
-from penstock.drill.strikes import Striker
+from penstock.drill.strikes import strike_one
 from penstock.workload.requests import WorkRequest, limit_context, unrelated
 
-DISK = "disk"  # the target of faults of this kind
-MASTER_PORT = 7600  # between hosts
 LOOK = 0.2  # seconds between two looks at the processes
 WEIGH = 2.0  # seconds between two looks at their memory
 STARTING = 300.0  # seconds that a deployment has until all of it serves
@@ -66,18 +62,15 @@ class Drill:
 
     Attributes:
         deployment: content of a deployment file.
-        joining: content of a file for each further host; none where all is on one.
         expected: what runs.
-        frontend_wait: seconds that it drains.
+        drain_timeout: seconds that its frontends wait for streams at their end.
         api_key: that clients need, if any.
         duration: seconds of load.
         most_recovery_ms: that the 99th percentile of recovery may be; None for any.
-        disk_megabytes: of the disk that is filled; None where none is.
     """
 
     name: str
     deployment: Mapping[str, Any]
-    joining: Sequence[Mapping[str, Any]]
     expected: Expected
     drain_timeout: float
     api_key: str | None
@@ -87,7 +80,6 @@ class Drill:
     faults: tuple[Fault, ...]
     safety: Safety
     most_recovery_ms: float | None
-    disk_megabytes: int | None
 
     @property
     def strikes(self) -> tuple[Strike, ...]:
@@ -131,16 +123,11 @@ class Place:
         folder: for the files of a drill: what is started, and what it logs.
         temporary: for those of the deployment itself; short, as there are sockets in it.
         environment: of all processes.
-        secret: that hosts know one another by.
-        hosts: by name; the first has frontends and master, and there are none where all is on this one.
     """
 
     folder: Path
     temporary: Path
     environment: Mapping[str, str]
-    secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    hosts: Mapping[str, Host] = field(default_factory=dict)
-    disk: Disk | None = None
 
 
 @contextlib.asynccontextmanager
@@ -150,23 +137,13 @@ async def deployed(drill: Drill, place: Place, named: str) -> AsyncIterator[Depl
     Args:
         named: of its log.
     """
-    hosts = [*place.hosts.values()]
-    launchers: list[Launched] = []
-    address = hosts[0].address if hosts else "127.0.0.1"
-    secret = {"PENSTOCK_CLUSTER_SECRET": place.secret} if hosts else {}
-    environment = {**place.environment, "TMPDIR": str(place.temporary), **secret}
-    deployment = Deployed(launchers, drill.expected, address)
+    path = place.folder / f"{named}.yaml"
+    settings = dict(drill.deployment) | {"log-format": "json", "log-level": "info"}
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+    environment = {**place.environment, "TMPDIR": str(place.temporary)}
+    words = ["up", str(path), "--port", "0"]
+    deployment = Deployed(words, environment, place.folder / f"{named}.log", drill.expected)
     try:
-        for number, content in enumerate([drill.deployment, *drill.joining]):
-            path = place.folder / f"{named}-{number}.yaml"
-            settings = dict(content) | {"log-format": "json", "log-level": "info"}
-            words = ["up", str(path), "--port", "0"]
-            if hosts:
-                settings |= {"host": "0.0.0.0", "cluster": {"host": hosts[number].address, "port": MASTER_PORT}}
-                words = ["join", f"{address}:{MASTER_PORT}", str(path)] if number else words
-            path.write_text(yaml.safe_dump(settings, sort_keys=False))
-            enter = hosts[number].enter if hosts else ()
-            launchers.append(Launched(words, enter, environment, place.folder / f"{named}-{number}.log"))
         await deployment.serves(STARTING)
         yield deployment
     finally:
@@ -339,7 +316,7 @@ class _Disturbed:
             self.tell("stopping", 0, 1)
         wrong += await deployment.stop(drill.drain_timeout + STARTING)
         leaks += await asyncio.to_thread(marks.left)
-        routes = {record.number: deployment.route(name_of(record.number)) for record in records}
+        routes = {record.number: deployment.routes.get(name_of(record.number), ()) for record in records}
         outcome = judge(
             records, self.reference.records, self.struck, routes, drill.safety.breaks, drill.expected.frontends
         )
@@ -387,9 +364,8 @@ class _Disturbed:
             self._ended += 1
             self._failed += record.error is not None
 
-        striker = Striker(self.deployment, self.place.hosts, self.place.disk)
         self.struck = [Struck(strike) for strike in self.drill.strikes]
-        tasks = [asyncio.create_task(self._strike(striker, each)) for each in self.struck]
+        tasks = [asyncio.create_task(self._strike(each)) for each in self.struck]
         try:
             records = await open_loop(calls, clients.send, clock, progress=count_one)
             await asyncio.gather(*tasks)
@@ -399,7 +375,7 @@ class _Disturbed:
             await asyncio.gather(*tasks, return_exceptions=True)  # what was done is undone by then
         return records
 
-    async def _strike(self, striker: Striker, struck: Struck) -> None:
+    async def _strike(self, struck: Struck) -> None:
         strike, safety = struck.strike, self.drill.safety
         await asyncio.sleep(max(0.0, self.began + strike.at - time.monotonic()))
         latest = self.began + self.drill.duration - strike.lasts
@@ -415,7 +391,7 @@ class _Disturbed:
         self._broken[strike.target] = 1
         try:
             earlier = self.deployment.pids().get(strike.target)
-            struck.why = await striker.strike(strike, begun)
+            struck.why = await strike_one(self.deployment, strike, begun)
             struck.ended = time.monotonic()
             if struck.began is not None:
                 struck.back = await self._back(strike, earlier)
@@ -431,9 +407,7 @@ class _Disturbed:
         deadline = time.monotonic() + RETURNING
         while time.monotonic() < deadline:
             pid = self.deployment.pids().get(strike.target)
-            there = strike.kind in ("partition", "disk") or (
-                pid is not None and (strike.kind != "kill" or pid != earlier)
-            )
+            there = pid is not None and (strike.kind != "kill" or pid != earlier)
             if there and await self._serves(strike.target):
                 return time.monotonic()
             await asyncio.sleep(LOOK / 4)

@@ -5,59 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
 
 from penstock.drill.faults import Strike
-from penstock.drill.hosts import Disk, Host
 from penstock.drill.launched import Deployed, Grip
 
 CYCLE = 0.2  # seconds: a slow process runs for a share of each. Long beside a step, short beside a heartbeat's timeout
 
 
-@dataclass(slots=True)
-class Striker:
+async def strike_one(deployed: Deployed, strike: Strike, begun: Callable[[], object]) -> str:
+    """Do it and undo it; why it could not be done, or "".
+
+    Args:
+        begun: called as soon as it is done.
     """
-    Attributes:
-        hosts: by name; those that can be cut off.
-        disk: where the deployment has its files; None where that is no disk of its own.
-    """
+    grip = deployed.grip(strike.target)
+    if grip is None:
+        return f"{strike.target} does not run"
+    try:
+        return await _signalled(strike, grip, begun)
+    finally:
+        grip.close()
 
-    deployed: Deployed
-    hosts: Mapping[str, Host] = field(default_factory=dict)
-    disk: Disk | None = None
 
-    async def strike(self, strike: Strike, begun: Callable[[], object]) -> str:
-        """Do it and undo it; why it could not be done, or "".
-
-        Args:
-            begun: called as soon as it is done.
-        """
-        if strike.kind == "partition":
-            host = self.hosts[strike.target]
-            return await _held(lambda: host.link("down"), lambda: host.link("up"), strike.lasts, begun)
-        if strike.kind == "disk":
-            assert self.disk is not None
-            return await _held(self.disk.fill, self.disk.empty, strike.lasts, begun)
-        grip = self.deployed.grip(strike.target)
-        if grip is None:
-            return f"{strike.target} does not run"
-        try:
-            return await self._signal(strike, grip, begun)
-        finally:
-            grip.close()
-
-    async def _signal(self, strike: Strike, grip: Grip, begun: Callable[[], object]) -> str:
-        if not grip.send(signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP):
-            return f"{strike.target} has just ended"
-        begun()
-        if strike.kind == "freeze":
-            async with _continued(grip):
-                await asyncio.sleep(strike.lasts)
-        elif strike.kind == "slow":
-            async with _continued(grip):
-                await _slowed(grip, strike)
-        return ""
+async def _signalled(strike: Strike, grip: Grip, begun: Callable[[], object]) -> str:
+    if not grip.send(signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP):
+        return f"{strike.target} has just ended"
+    begun()
+    if strike.kind == "freeze":
+        async with _continued(grip):
+            await asyncio.sleep(strike.lasts)
+    elif strike.kind == "slow":
+        async with _continued(grip):
+            await _slowed(grip, strike)
+    return ""
 
 
 @contextlib.asynccontextmanager
@@ -80,13 +61,3 @@ async def _slowed(grip: Grip, strike: Strike) -> None:
         await asyncio.sleep(CYCLE * strike.speed)
         if not grip.send(signal.SIGSTOP):
             return
-
-
-async def _held(do: Callable[[], object], undo: Callable[[], object], lasts: float, begun: Callable[[], object]) -> str:
-    try:
-        await asyncio.to_thread(do)
-        begun()
-        await asyncio.sleep(lasts)
-    finally:
-        undo()
-    return ""

@@ -13,7 +13,7 @@ import openai
 import pytest
 import yaml
 
-from penstock.drill import hosts as network
+from tests.helpers import network
 from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.deployments import PACED
 from tests.helpers.etcd import three_members

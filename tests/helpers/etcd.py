@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.drill.hosts import Host
+from tests.helpers.network import Host
 from tests.helpers.waiting import eventually
 
 PACKAGE = "etcd-server"

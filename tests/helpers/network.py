@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, linked by a bridge; disks that are some megabytes of memory."""
+"""Hosts that are network namespaces of this machine, linked by a bridge."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-from penstock.core.errors import Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,53 +73,3 @@ def hosts(count: int) -> Iterator[list[Host]]:
         for host in made:
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", base], capture_output=True, check=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """A file system of its own.
-
-    Attributes:
-        folder: where it is mounted.
-    """
-
-    folder: Path
-
-    def fill(self) -> None:
-        """Until nothing more can be written."""
-        with contextlib.suppress(OSError), self._filler.open("ab", buffering=0) as file:
-            for size in (1 << 16, 1):
-                with contextlib.suppress(OSError):
-                    while file.write(bytes(size)):
-                        pass
-
-    def empty(self) -> None:
-        self._filler.unlink(missing_ok=True)
-
-    @property
-    def _filler(self) -> Path:
-        return self.folder / "filler"
-
-
-def why_no_disk() -> str:
-    """Why there can be no such disk here; "" when there can."""
-    if os.geteuid() != 0:
-        return "only root can mount one"
-    if shutil.which("mount") is None:
-        return "there is no mount"
-    return ""
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[Disk]:
-    """Mounted at an empty folder. Raises Unavailable."""
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "penstock-drill", str(folder)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if made.returncode:
-        raise Unavailable(f"no disk of its own can be mounted: {made.stderr.strip()}")
-    try:
-        yield Disk(folder)
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
