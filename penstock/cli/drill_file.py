@@ -26,7 +26,10 @@ SECTIONS = ("deployment", "load", "safety", "promises", "faults")
 
 
 def kinds(value: str) -> tuple[str, ...]:
-    return tuple(map(one_of(*KINDS), words(value)))
+    for word in (named := words(value)):
+        if word not in KINDS:
+            raise ValueError(f"{', '.join(KINDS)}, one or several, not {word!r}")
+    return named
 
 
 needed = partial(Option, default=None)
@@ -230,7 +233,7 @@ class _Parser:
         if targets and not any(alone.allows(name, ()) for name in targets):
             self.file.complain(
                 spots["targets"],
-                f"{', '.join(targets)}, allowed is what leaves {healthy} instances of each group (safety.healthy)",
+                f"{', '.join(targets)}, allowed is what leaves {healthy} of each group (safety.healthy)",
             )
         return Fault(
             kinds=values["kind"],

@@ -23,7 +23,7 @@ class Struck:
 
     Attributes:
         began: None for one that could not be done.
-        ended: when the fault was undone; of a kill, when it was done.
+        ended: when the fault was undone, or another process had taken the place of one that had ended.
         back: when its target served again, as far as that can be seen; None when it never did.
         why: it could not be done, or nothing.
     """
@@ -33,11 +33,6 @@ class Struck:
     ended: float | None = None
     back: float | None = None
     why: str = ""
-
-    @property
-    def until(self) -> float:
-        """How long streams can be hit by it."""
-        return inf if self.back is None else self.back
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,8 @@ class Outcome:
         errors: kind -> how many failed by it.
         wrong: one line on each stream, complete or not, that is not what it has to be; the first `SHOWN`.
         failed: one line on each stream that failed and is not excused; the first `SHOWN`.
-        hits: the streams that each fault met.
+        hits: the completed streams that each fault met.
+        met: how many each fault met, completed or not.
         unlike: streams that are wrong.
     """
 
@@ -81,6 +77,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
+    met: list[int] = field(default_factory=list)
 
     @property
     def lost(self) -> int:
@@ -130,7 +127,13 @@ def judge(
             outcome.unlike += 1
             if len(outcome.wrong) < SHOWN:
                 outcome.wrong.append(f"stream {record.number}: {what}")
-    outcome.hits = _hits(records, struck, routes, breaks, frontends)
+    for number, each in enumerate(struck):
+        met = _met(records, each, routes, breaks[each.strike.target], frontends)
+        outcome.met.append(len(met))
+        for record in met:
+            if record.error is None:
+                begin, end = longest_gap(record, each)
+                outcome.hits.append(Hit(record.number, number, begin, end - begin))
     return outcome
 
 
@@ -141,40 +144,39 @@ def frontend_of(stream: int, frontends: int) -> str:
 def _excused(record: ClientRecord, struck: Sequence[Struck], frontends: int) -> bool:
     """Whether its frontend was broken while it ran."""
     own = frontend_of(record.number, frontends)
-    return any(each.strike.target == own and _overlaps(record.sent, record.end, each) for each in struck)
+    return any(each.strike.target == own and _overlaps(record.sent, record.end, each, each.back) for each in struck)
 
 
-def _overlaps(begin: float, end: float, struck: Struck) -> bool:
-    return struck.began is not None and begin < struck.until and end > struck.began
+def _overlaps(begin: float, end: float, struck: Struck, until: float | None) -> bool:
+    """Whether a span of time meets that from the fault until then; None is for ever."""
+    return struck.began is not None and begin < (inf if until is None else until) and end > struck.began
 
 
-def _hits(
+def _met(
     records: Sequence[ClientRecord],
-    struck: Sequence[Struck],
+    struck: Struck,
     routes: Mapping[int, Collection[str]],
-    breaks: Mapping[str, frozenset[str]],
+    taken: frozenset[str],
     frontends: int,
-) -> list[Hit]:
-    found = []
-    for number, each in enumerate(struck):
-        taken = breaks[each.strike.target]
-        for record in records:
-            if record.error is not None or not _overlaps(record.sent, record.end, each):
-                continue
-            if each.strike.target.startswith(GROUP_BY_FRONTEND):
-                hit = each.strike.target == frontend_of(record.number, frontends)
+) -> list[ClientRecord]:
+    """Streams that ran while their frontend or an instance that had them was broken. What was sent to the process that
+    came in its place did not meet the fault."""
+    target, found = struck.strike.target, []
+    for record in records:
+        if _overlaps(record.sent, record.end, struck, struck.ended):
+            if target.startswith(GROUP_BY_FRONTEND):
+                hit = target == frontend_of(record.number, frontends)
             else:  # what takes no instance away, such as the master, may meet every stream
                 hit = not taken or not taken.isdisjoint(routes.get(record.number, ()))
             if hit:
-                begin, end = longest_gap(record, each)
-                found.append(Hit(record.number, number, begin, end - begin))
+                found.append(record)
     return found
 
 
 def longest_gap(record: ClientRecord, struck: Struck) -> tuple[float, float]:
     """The longest time without a token that a fault had a part in; for a stream that ran then."""
     times = [record.sent, *(time for time, _ in record.events)]
-    gaps = [gap for gap in pairwise([*times, max(record.end, times[-1])]) if _overlaps(*gap, struck)]
+    gaps = [gap for gap in pairwise([*times, max(record.end, times[-1])]) if _overlaps(*gap, struck, struck.ended)]
     return max(gaps, key=lambda gap: gap[1] - gap[0], default=(record.sent, record.sent))
 
 

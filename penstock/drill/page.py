@@ -87,7 +87,7 @@ def _stretches(rows: Sequence[tuple[float, str]], end: float) -> list[tuple[floa
 
 def _stretch(fault: Document) -> tuple[float, float, str, str]:
     begin, end = fault["began_s"], fault["ended_s"] if fault["ended_s"] is not None else fault["began_s"]
-    title = f"{fault['kind']} at {begin:.1f} s, met {fault['hit']} streams"
+    title = f"{fault['kind']} at {begin:.1f} s, met {fault['met']} streams"
     return begin, max(end, begin + LEAST), "prefill", title
 
 
@@ -156,7 +156,7 @@ def _faults(document: Document) -> str:
             fault["kind"],
             fault["target"],
             short(fault["lasts_s"]) if fault["lasts_s"] else "",
-            f"{fault['hit']:,}",
+            f"{fault['met']:,}",
             short(fault["longest_gap_ms"]),
             _after(fault),
         ]

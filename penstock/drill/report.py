@@ -49,7 +49,10 @@ def document(drill: Drill, result: Result) -> dict[str, Any]:
         "requests_per_s": result.rate,
         "capacity_per_s": result.capacity,
         "recovery": {kind: asdict(stats) for kind, stats in _by_kind(outcome.hits, result.struck).items()},
-        "faults": [_fault(each, number, outcome.hits, at) for number, each in enumerate(result.struck)],
+        "faults": [
+            _fault(each, outcome.met[number], [hit.gap for hit in outcome.hits if hit.struck == number], at)
+            for number, each in enumerate(result.struck)
+        ],
         "undisturbed": msgspec.to_builtins(summarise(result.right)),
         "disturbed": msgspec.to_builtins(summarise(result.records)),
         "hits": [[hit.struck, hit.stream, at(hit.at), round(hit.gap, 4)] for hit in outcome.hits],
@@ -64,6 +67,8 @@ def broken(drill: Drill, result: Result) -> list[str]:
     """One line on each promise that was not kept."""
     outcome, recovery = result.outcome, result.outcome.recovery
     found = []
+    if not any(outcome.met):
+        found.append("no fault met a stream, so nothing was tried: more load, or a policy that uses every instance")
     if outcome.lost:
         found.append(f"{outcome.lost} of {outcome.streams} streams did not complete")
     if outcome.unlike:
@@ -86,8 +91,8 @@ def _by_kind(hits: Sequence[Hit], struck: Sequence[Struck]) -> dict[str, Stats]:
     return {kind: stats for kind, values in sorted(gaps.items()) if (stats := Stats.of(values)) is not None}
 
 
-def _fault(struck: Struck, number: int, hits: Sequence[Hit], at: Any) -> dict[str, Any]:
-    strike, own = struck.strike, [hit.gap for hit in hits if hit.struck == number]
+def _fault(struck: Struck, met: int, gaps: Sequence[float], at: Any) -> dict[str, Any]:
+    strike = struck.strike
     return {
         "planned_s": round(strike.at, 3),
         "kind": strike.kind,
@@ -96,8 +101,8 @@ def _fault(struck: Struck, number: int, hits: Sequence[Hit], at: Any) -> dict[st
         "began_s": at(struck.began),
         "ended_s": at(struck.ended),
         "back_s": at(struck.back),
-        "hit": len(own),
-        "longest_gap_ms": max(own) * 1e3 if own else None,
+        "met": met,
+        "longest_gap_ms": max(gaps) * 1e3 if gaps else None,
         "why_not": struck.why,
     }
 

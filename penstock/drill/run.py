@@ -392,26 +392,27 @@ class _Disturbed:
         try:
             earlier = self.deployment.pids().get(strike.target)
             struck.why = await strike_one(self.deployment, strike, begun)
-            struck.ended = time.monotonic()
             if struck.began is not None:
-                struck.back = await self._back(strike, earlier)
+                await self._back(struck, earlier)
         finally:
             del self._broken[strike.target]
 
-    async def _back(self, strike: Strike, earlier: int | None) -> float | None:
-        """When the target serves again; None when it did not within `RETURNING` seconds.
+    async def _back(self, struck: Struck, earlier: int | None) -> None:
+        """Note when the target runs again, and when it serves again, within `RETURNING` seconds.
 
         Args:
             earlier: process id that it had.
         """
+        target, killed = struck.strike.target, struck.strike.kind == "kill"
         deadline = time.monotonic() + RETURNING
         while time.monotonic() < deadline:
-            pid = self.deployment.pids().get(strike.target)
-            there = pid is not None and (strike.kind != "kill" or pid != earlier)
-            if there and await self._serves(strike.target):
-                return time.monotonic()
+            pid = self.deployment.pids().get(target)
+            if pid is not None and not (killed and pid == earlier):
+                struck.ended = struck.ended or time.monotonic()
+                if await self._serves(target):
+                    struck.back = time.monotonic()
+                    return
             await asyncio.sleep(LOOK / 4)
-        return None
 
     async def _serves(self, target: str) -> bool:
         taken = self.drill.safety.breaks[target]

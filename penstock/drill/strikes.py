@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from penstock.drill.faults import Strike
 from penstock.drill.launched import Deployed, Grip
 
+LOOK = 0.05  # seconds
 CYCLE = 0.2  # seconds: a slow process runs for a share of each. Long beside a step, short beside a heartbeat's timeout
 
 
@@ -34,7 +35,7 @@ async def _signalled(strike: Strike, grip: Grip, begun: Callable[[], object]) ->
     begun()
     if strike.kind == "freeze":
         async with _continued(grip):
-            await asyncio.sleep(strike.lasts)
+            await _frozen(grip, strike)
     elif strike.kind == "slow":
         async with _continued(grip):
             await _slowed(grip, strike)
@@ -48,6 +49,14 @@ async def _continued(grip: Grip) -> AsyncIterator[None]:
         yield
     finally:
         grip.send(signal.SIGCONT)
+
+
+async def _frozen(grip: Grip, strike: Strike) -> None:
+    """It stays stopped, until the time is over or somebody has ended it for that."""
+    clock = asyncio.get_running_loop()
+    end = clock.time() + strike.lasts
+    while clock.time() < end and grip.send(0):
+        await asyncio.sleep(min(LOOK, max(0.0, end - clock.time())))
 
 
 async def _slowed(grip: Grip, strike: Strike) -> None:
