@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every promise was kept, 1 when one was broken, 2 for a wrong file."""
+    """0 when every promise was kept, 1 when one was broken or no fault met a stream, 2 for a wrong file."""
     import uvloop
     from rich.console import Console
 

@@ -166,11 +166,6 @@ def listening(pids: Iterable[int]) -> frozenset[int]:
     return frozenset(found)
 
 
-def shared_memory() -> set[str]:
-    """Names of what is ours there; others have theirs."""
-    return {name for name in os.listdir("/dev/shm") if "penstock" in name}
-
-
 def pool_inodes(pid: int) -> set[int]:
     """Of the KV memory that a process has open or mapped."""
     found = set()
@@ -191,18 +186,16 @@ class Marks:
 
     pids: Mapping[str, int]
     memory: frozenset[int]
-    shared: frozenset[str]
     folder: Path
 
     @classmethod
-    def of(cls, pids: Mapping[str, int], shared: Iterable[str], folder: Path) -> Marks:
+    def of(cls, pids: Mapping[str, int], folder: Path) -> Marks:
         """
         Args:
-            shared: what was in shared memory before it began.
             folder: for its temporary files, and for nothing else.
         """
         memory = frozenset(inode for pid in pids.values() for inode in pool_inodes(pid))
-        return cls(pids=dict(pids), memory=memory, shared=frozenset(shared), folder=folder)
+        return cls(pids=dict(pids), memory=memory, folder=folder)
 
     def left(self) -> list[str]:
         """One line on each thing that is still there."""
@@ -210,5 +203,4 @@ class Marks:
         for process in Path("/proc").glob("[0-9]*"):
             if self.memory & pool_inodes(int(process.name)):
                 found.append(f"process {process.name} still has the KV pool's memory")
-        found += [f"/dev/shm/{name} is left" for name in sorted(shared_memory() - self.shared)]
         return found + [f"{path} is left" for path in sorted(self.folder.glob("penstock-*"))]

@@ -21,7 +21,7 @@ from penstock.bench.metrics import ClientRecord
 from penstock.bench.serve import Bench, RequestOptions, closed_loop, open_loop
 from penstock.core.errors import PenstockError
 from penstock.drill.faults import Fault, Safety, Strike, schedule
-from penstock.drill.holdings import Holdings, Marks, grown, look, more_than, own_memory, shared_memory
+from penstock.drill.holdings import Holdings, Marks, grown, look, more_than, own_memory
 from penstock.drill.launched import Deployed, Expected, fetch, states
 from penstock.drill.outcome import Outcome, Struck, judge
 from penstock.drill.strikes import strike_one
@@ -309,7 +309,7 @@ class _Disturbed:
 
     async def _ended_with(self, records: list[ClientRecord], leaks: list[str], wrong: list[str]) -> Result:
         drill, deployment = self.drill, self.deployment
-        marks = Marks.of(deployment.pids(), shared_memory(), self.place.temporary)
+        marks = Marks.of(deployment.pids(), self.place.temporary)
         if why := deployment.ended():
             wrong.append(why)
         else:
