@@ -446,7 +446,8 @@ class _Disturbed:
 
     async def _watch(self) -> None:
         while True:
-            pids, self._ready = self.deployment.pids(), await self._known_ready()
+            pids = self.deployment.pids()
+            self._ready = await self._known_ready() or self._ready  # a frontend that is late to answer says nothing new
             now = time.monotonic()
             names = {*pids, *self.states, *self.drill.expected.instances}
             for name in names:
