@@ -159,8 +159,8 @@ def _met(
     taken: frozenset[str],
     frontends: int,
 ) -> list[ClientRecord]:
-    """Streams that ran while their frontend or an instance that had them at any time was broken. What was sent to the process that
-    came in its place did not meet the fault."""
+    """Streams that ran while their frontend was broken, or an instance that had them at any time. What was sent to the
+    process that came in its place did not meet the fault."""
     target, found = struck.strike.target, []
     for record in records:
         if _overlaps(record.sent, record.end, struck, struck.ended):
