@@ -28,7 +28,7 @@ SECTIONS = ("deployment", "load", "safety", "promises", "faults")
 def kinds(value: str) -> tuple[str, ...]:
     for word in (named := words(value)):
         if word not in KINDS:
-            raise ValueError(f"{', '.join(KINDS)}, one or several, not {word!r}")
+            raise ValueError(f"one or several of {', '.join(KINDS)}" + f", not {word!r}" * (len(named) > 1))
     return named
 
 

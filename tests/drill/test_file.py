@@ -37,11 +37,15 @@ def test_the_recipes_strike_every_twenty_seconds(recipe):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("kind: kill", "kind: partition", "faults[0].kind: 'partition', allowed is kill, freeze, slow"),
+        (
+            "kind: kill",
+            "kind: partition",
+            "faults[0].kind: 'partition', allowed is one or several of kill, freeze, slow",
+        ),
         (
             "kind: kill",
             "kind: [kill, disk]",
-            "faults[0].kind: a list, allowed is kill, freeze, slow, one or several, not 'disk'",
+            "faults[0].kind: a list, allowed is one or several of kill, freeze, slow, not 'disk'",
         ),
         ("kind: kill, ", "", "faults[0]: kind is missing"),
         (
@@ -50,6 +54,7 @@ def test_the_recipes_strike_every_twenty_seconds(recipe):
             "'engine-7', allowed are engine, engine-0, engine-1, engines, ",
         ),
         ("{count: 2}", "{count: 1}", "allowed is what leaves 1 of each group (safety.healthy)"),
+        ("every: 10", "every: 0", "faults[0].every: '0', allowed is"),
         ("duration: 30", "duration: 5", "no fault fits into it"),
         ("  model: demo", "  model: demo\n  launcher: ray", "a drill only signals what it has started"),
     ],
