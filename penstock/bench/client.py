@@ -25,7 +25,8 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 class Call:
     """A request that is ready to be sent: nothing is left to compute when its time comes.
 
-    `at` is in seconds from the start of the workload, `body` is JSON, the counts are tokens.
+    `at` is in seconds from the start of the workload, `body` is JSON, the counts are tokens. `name` is the request's id
+    in the server's log; "" leaves it to the server.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Call:
     body: bytes
     prompt_tokens: int
     output_tokens: int
+    name: str = ""
 
 
 class Client:
@@ -99,7 +101,7 @@ class Client:
         answer = AnswerParser(record)
         try:
             async with asyncio.timeout(self._timeout):
-                await self._stream(call.body, record, answer)
+                await self._stream(call, record, answer)
         except TimeoutError:
             record.fail("timeout", f"not complete after {self._timeout:g} s")
         except (self._aiohttp.ClientError, OSError) as error:
@@ -107,9 +109,9 @@ class Client:
         record.end = self.clock.now()
         return record, answer
 
-    async def _stream(self, body: bytes, record: ClientRecord, answer: AnswerParser) -> None:
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(self._url, data=body, headers=headers) as response:
+    async def _stream(self, call: Call, record: ClientRecord, answer: AnswerParser) -> None:
+        headers = {"Content-Type": "application/json"} | ({"X-Request-Id": call.name} if call.name else {})
+        async with self._session.post(self._url, data=call.body, headers=headers) as response:
             if response.status != 200:
                 record.fail(f"http {response.status}", error_message(await response.text(errors="replace")))
                 return

@@ -24,9 +24,10 @@ RULES = {
     "api": {"core", "text", "service", "obs"},
     "sim": {"core", "kv", "sched", "service", "workload", "obs"},
     "bench": {"core", "workload", "obs"},
+    "drill": {"core", "workload", "transfer", "service", "sim", "bench"},
 }
 EVERYTHING = ["cli", "llm"]  # put the rest together, so they may import all of it
-TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "transfer", "service", "sim", "api", "bench"]
+TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "transfer", "service", "sim", "api", "bench", "drill"]
 PURE = ["sched", "kv", "sim"]  # no clock, no hidden randomness, no environment, no I/O
 IMPURE = {
     "time",

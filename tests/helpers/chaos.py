@@ -27,8 +27,10 @@ from penstock.bench.server import Model, find_model
 from penstock.bench.verify import Verification, verify
 from penstock.core.layout import KVLayout
 from penstock.core.wire import codec
-from penstock.core.wire.engine import LEASE, Command, Event, Hello, Inspect, Inspection, Ready, decode_event
+from penstock.core.wire.engine import LEASE, Command, Event, Hello, Inspect, Inspection, Ready
 from penstock.core.wire.master import Ended, Join, Place, Placed, decode_from_master
+from penstock.drill.holdings import BUSY, FILES_OF_LINK, SPARE_FILES, ask, open_files, pool_inodes
+from penstock.drill.launched import EXPECTED
 from penstock.service.flight import peers_of
 from penstock.transfer.kv_pool_client import pool_status
 from penstock.transfer.pool import shared_pool
@@ -41,16 +43,7 @@ UNHURRIED = PACED | {"slowdown": 8, "kv-blocks": BLOCKS, "max-num-batched-tokens
 PHASES = {"reserve": "Reserve", "push": "Push", "commit": "Commit", "committed": "Committed"}
 MARGIN = 3.0  # seconds that an error may come later than the lease
 PATIENCE = 45.0  # seconds after which an answer that has not ended is taken for a hang
-# what a process may say with a traceback
-EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavailable")
-SPARE_FILES = 2  # that a process may have open beyond what it had at first
-FILES_OF_LINK = 4  # connections to each peer
 MOONCAKES_FILES = 8  # these, when they are needed, and those to its last incarnation
-# what an idle engine has none of
-BUSY = (
-    "running", "waiting", "migrating", "owners", "outgoing", "incoming", "pulls", "held_blocks", "mapped_blocks",
-    "transfer_blocks", "used", "live",
-)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -234,16 +227,7 @@ class Chaos:
         return ready.layout
 
     def _ask(self, name: str, command: Command, kind: type[Event]) -> Event | None:
-        with self._context.socket(zmq.DEALER) as link:
-            link.setsockopt(zmq.LINGER, 0)
-            link.setsockopt(zmq.ROUTING_ID, b"probe")
-            link.connect(self.up.engine_address(name))
-            link.send(codec.encode(command))
-            while link.poll(2000):
-                event = decode_event(link.recv())
-                if isinstance(event, kind):
-                    return event
-        return None
+        return ask(self._context, self.up.engine_address(name), command, kind)
 
     def _place(self) -> Placed | None:
         with self._context.socket(zmq.DEALER) as link:
@@ -377,13 +361,6 @@ async def verified(url: str, model: Model, load: Load) -> Verification:
         return await verify(client, model, load.bodies, load.records)
 
 
-def open_files(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    except FileNotFoundError:
-        return 0
-
-
 def raised(lines: Sequence[str]) -> list[str]:
     """The exceptions whose tracebacks are in a log; of several that led to each other, the last."""
     inside, found = False, []
@@ -395,20 +372,6 @@ def raised(lines: Sequence[str]) -> list[str]:
             found.append(line)
         elif line.startswith(("The above exception was", "During handling of the above")):
             found.pop()
-    return found
-
-
-def pool_inodes(pid: int) -> set[int]:
-    """Of the KV memory that a process has open or mapped."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                if "memfd:penstock" in os.readlink(f"/proc/{pid}/fd/{fd}"):
-                    found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:penstock" in line:
-                found.add(int(line.split()[4]))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from penstock.drill.launched import told
 from tests.helpers.servers import READY, Served
 from tests.helpers.waiting import eventually
 
@@ -67,20 +68,7 @@ class UpProcesses(Served):
 
     def _told(self) -> dict[int, tuple[str, dict[str, Any]]]:
         """Process id -> name and settings, of everything that runs under the launcher."""
-        try:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        except FileNotFoundError:
-            return {}
-        found = {}
-        for pid in children:
-            with contextlib.suppress(OSError, ValueError):  # it has gone, or is just beginning
-                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if "-m" in words:  # not between fork and exec, and no zombie
-                    settings = json.loads(words[words.index("-m") + 2])
-                    module = words[words.index("-m") + 1].rpartition(".")[2]
-                    name = settings.get("name") or module.replace("_", "-")
-                    found[int(pid)] = (name, settings)
-        return found
+        return told(self.process.pid)
 
     def pids(self) -> dict[str, int]:
         """Every process that runs now, by name: kv-pool, master, frontend-0, engine-0, ..."""

@@ -15,6 +15,7 @@ from penstock.service.deployment import parse, registry_in
 from penstock.service.policies import BUNDLES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = [path for path in RECIPES if not path.stem.startswith("drill-")]  # those are of tests/drill
 SMALLEST = "model: demo\ninstances:\n  - count: 2\n"
 BOUNDS = "{priority: 3, ttft-ms: [100, 200], tpot-ms: [20, 20.5]}"
 

@@ -1,0 +1,12 @@
+"""A deployment under load whose processes are killed, stopped and slowed down, and what its clients saw of it.
+
+    faults.py      what is broken, and when: a seeded schedule that leaves enough of a deployment whole
+    launched.py    a real `penstock up`, started here: its processes by name, what it logs, how to signal one of them
+    strikes.py     how each kind of fault is done and undone
+    holdings.py    what a deployment holds: descriptors, ports, blocks, memory; and what is left of it at its end
+    outcome.py     what clients saw, compared with a run that nothing disturbed
+    run.py         the drill itself
+    page.py        its result as a page
+
+Only processes that a drill has started itself are ever signalled.
+"""

@@ -1,0 +1,94 @@
+"""Drill files, and the verdict on what came of one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.drill_file import read_drill
+from penstock.core.errors import ConfigError
+from penstock.drill.outcome import Outcome, Struck
+from penstock.drill.report import broken
+from penstock.drill.run import Result
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = """duration: 30
+deployment:
+  model: demo
+  instances: [{count: 2}]
+faults:
+  - {kind: kill, every: 10, targets: engines}
+"""
+
+
+def drill(tmp_path, text=SMALL, **overrides):
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    return read_drill(str(path), overrides)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("drill-*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_strike_every_twenty_seconds(recipe):
+    made = read_drill(str(recipe))
+    assert len(made.strikes) == 30
+    assert {strike.target for strike in made.strikes} <= made.expected.instances
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "kind: kill",
+            "kind: partition",
+            "faults[0].kind: 'partition', allowed is one or several of kill, freeze, slow",
+        ),
+        (
+            "kind: kill",
+            "kind: [kill, disk]",
+            "faults[0].kind: a list, allowed is one or several of kill, freeze, slow, not 'disk'",
+        ),
+        ("kind: kill, ", "", "faults[0]: kind is missing"),
+        (
+            "targets: engines",
+            "targets: [engine-0, engine-7]",
+            "'engine-7', allowed are engine, engine-0, engine-1, engines, ",
+        ),
+        ("{count: 2}", "{count: 1}", "allowed is what leaves 1 of each group (safety.healthy)"),
+        ("every: 10", "every: 0", "faults[0].every: '0', allowed is"),
+        ("duration: 30", "duration: 5", "no fault fits into it"),
+        ("  model: demo", "  model: demo\n  launcher: ray", "a drill only signals what it has started"),
+    ],
+)
+def test_mistakes_are_told_with_their_place(old, new, message, tmp_path):
+    assert old in SMALL
+    with pytest.raises(ConfigError) as caught:
+        drill(tmp_path, SMALL.replace(old, new))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/small.yaml:")
+
+
+def result(strikes, met):
+    struck = [Struck(strike, strike.at, strike.at, strike.at + 1) for strike in strikes]
+    return Result(
+        began=0.0, rate=1.0, capacity=None, right=[], records=[], struck=struck,
+        outcome=Outcome(streams=4, completed=4, identical=4, met=met),
+        states={}, memory={}, leaks=[], wrong=[], raised=[],
+    )  # fmt: skip
+
+
+def test_faults_that_met_nothing_prove_nothing(tmp_path):
+    made = drill(tmp_path)
+    strikes = made.strikes
+    assert broken(made, result(strikes, [1] + [0] * (len(strikes) - 1))) == []
+    assert "no fault met a stream" in broken(made, result(strikes, [0] * len(strikes)))[0]
+
+
+def test_each_broken_promise_has_its_line(tmp_path):
+    made = drill(tmp_path)
+    bad = result(made.strikes, [1] * len(made.strikes))
+    bad.outcome = replace(bad.outcome, completed=3, identical=2, unlike=1)
+    bad.struck[0].back = None
+    bad.leaks, bad.wrong = ["engine-0: 3 used"], ["engine-1 serves no more"]
+    said = "\n".join(broken(made, bad))
+    for what in ("1 of 4 streams did not", "1 streams have other", "leak: engine-0", "did not come back", "engine-1"):
+        assert what in said
