@@ -302,6 +302,22 @@ def test_weights_that_do_not_fit_leave_no_blocks():
     assert fitting_blocks(DEVICES["l40s"], GEOMETRIES["qwen3-32b"]) == 0
 
 
+@pytest.mark.parametrize("then", ["again", "cancelled", "client lost"])
+def test_what_failed_here_ends_no_later_attempt(intake, then):
+    enqueue(intake, "a", request())
+    intake.scheduler.cancel("r")
+    intake.failed(TokenOutput("r", [], finish=FinishReason.ABORT))  # its hand-off; told after this turn
+    if then == "again":
+        assert enqueue(intake, "a", request(), 1) is None
+    elif then == "cancelled":
+        intake.obey("a", Cancel(7, ["r"]))
+    else:
+        intake.drop_client("a")
+    assert intake.address(intake.take_failed()) == {}
+    assert len(intake) == (then == "again")
+    intake.check()
+
+
 def test_a_beam_search_is_not_handed_over(intake):
     intake.hand_off(None, 1.0)  # a carrier that would be missed
     asked = replace(request(), params=SamplingParams(n=2, use_beam_search=True))

@@ -295,6 +295,8 @@ class Intake:
 
     def _let_go(self, request_id: str) -> None:
         self._forget(request_id)
+        # of this attempt: told later, it would end the next one, which may be here by then
+        self._failed = [output for output in self._failed if output.request_id != request_id]
         self.scheduler.cancel(request_id)
         if self.handoffs is not None:
             self.handoffs.fetch_side.cancel(request_id)
