@@ -70,9 +70,8 @@ def main(settings: dict[str, Any]) -> int:
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     for variable in KERNEL_CACHES:
         os.environ.setdefault(variable, str(KERNELS_KEPT))
-    from penstock.core.black_box import BlackBox, box_of
     from penstock.core.clock import SystemClock
-    from penstock.core.heartbeat import Heartbeat
+    from penstock.core.heartbeat import BlackBox, Heartbeat, box_of
 
     clock = SystemClock()
     incarnation = time.time_ns()

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.curve import SECRET
 from penstock.cli.ray_actor import VERSION, Order
-from penstock.core.black_box import LastStep
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError
+from penstock.core.heartbeat import LastStep
 from penstock.service.checkpoint import find_checkpoint, fingerprint
 from penstock.service.spawner import STDERR
 from penstock.service.supervisor import CANNOT_BE_SERVED, Program

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from penstock.core.black_box import BlackBox
 from penstock.core.clock import PAUSE, Clock
+from penstock.core.heartbeat import BlackBox
 from penstock.core.request import TokenOutput
 from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (

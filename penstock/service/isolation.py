@@ -1,7 +1,7 @@
 """Which request breaks engines, and which only ran beside it (RTP-LLM, self-healing nodes).
 
 An engine that fails in a step, or dies by a signal that only a fault raises, says itself or by what it leaves
-(`core.black_box`) which requests were in that step: those are suspects. A suspect goes on as any interrupted sequence
+(`core.heartbeat`) which requests were in that step: those are suspects. A suspect goes on as any interrupted sequence
 does, but alone: no other is in its steps (`Request.alone`), until it has brought `PROBATION` more tokens. A row's
 result depends on that row alone, so what broke one engine breaks the next one at the same token, and what has passed it
 is innocent. An engine that breaks in a step with a single suspect has been broken by that one, which is refused. So a

@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from penstock.core.black_box import LastStep, box_of, read_black_box
-from penstock.core.heartbeat import read_heartbeat
+from penstock.core.heartbeat import LastStep, box_of, read_black_box, read_heartbeat
 from penstock.service.answer_guard import AnswerGuard
 from penstock.service.supervisor import STOP, ProcessKind, Program
 from penstock.service.watch import Trouble, Watch, read_vitals

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.black_box import ROOM, BlackBox, LastStep, read_black_box
+from penstock.core.heartbeat import ROOM, BlackBox, LastStep, read_black_box
 
 IDS = st.lists(st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), min_size=1), max_size=5)
 

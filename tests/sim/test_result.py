@@ -51,6 +51,8 @@ def account(records, end, samples=(), since=0.0):
         samples=list(samples),
         instances={"engine-0": Use(1, 10, end / 2)},
         instance_seconds=place.alive_seconds(0.0, end),
+        changes=[],
+        starts=[],
     )
 
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.core.black_box import FATAL
 from penstock.core.errors import ConfigError, RankFailed
+from penstock.core.heartbeat import FATAL
 from penstock.core.memory import Part
 from penstock.core.plan import StepPlan
 from penstock.core.wire.codec import encode
