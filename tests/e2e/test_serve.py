@@ -180,7 +180,7 @@ def test_while_it_drains_it_answers_503_and_finishes_what_runs():
         begun, ends = set(), {}
 
         def ask(number):
-            body = {"model": "demo", "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            body = {"model": "demo", "prompt": "a", "max_tokens": 800, "stream": True, "ignore_eos": True}
             with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
                 for line in filter(None, answer.iter_lines()):
                     begun.add(number)
