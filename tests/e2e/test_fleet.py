@@ -6,7 +6,12 @@ import os
 import re
 import signal
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import openai
@@ -14,8 +19,10 @@ import pytest
 import yaml
 import zmq
 
+from penstock.cli.top import scaling_lines
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Hello
+from tests.helpers.chaos import open_files, raised, shared_memory
 from tests.helpers.deployments import PACED, colocated, deployed
 from tests.helpers.servers import Served
 from tests.helpers.waiting import eventually
@@ -33,27 +40,139 @@ def states(up):
     return {i["name"]: i["state"] for i in json.loads(up.get("/health"))["instances"]}
 
 
+FLOOR, CEILING, TIDES = 1, 3, 5
+SHORT, LONG = 150, 1500  # tokens
+BACK = 2.0  # seconds; the cooldown of a cut
+CHANGE = re.compile(r"(\S+)Z INFO +penstock\.master.*: \S+ is (started|drained)\b")
+
+
+class Gauge:
+    """Looks at the engines' processes many times a second.
+
+    Attributes:
+        pids: of all that there have been.
+        most: that there were at once.
+        seconds: for which they were there, together.
+    """
+
+    def __init__(self, up):
+        self.pids, self.most, self.seconds = set(), 0, 0.0
+        self._up, self._over = up, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self):
+        before = time.monotonic()
+        while not self._over.wait(0.02):
+            there = {pid for name, pid in self._up.pids().items() if name.startswith("engine")}
+            now = time.monotonic()
+            self.pids |= there
+            self.most = max(self.most, len(there))
+            self.seconds += len(there) * (now - before)
+            before = now
+
+    def stop(self):
+        self._over.set()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def gauged(up):
+    gauge = Gauge(up)
+    try:
+        yield gauge
+    finally:
+        gauge.stop()
+
+
 @pytest.mark.slow
-def test_the_scaler_starts_an_instance_under_load_and_drains_and_stops_it_afterwards():
-    """HFX's, whose thresholds and cooldowns (30 s until it scales in) are its own."""
-    scaling = {"least": 1, "most": 2, "start-seconds": 2, "interval": 0.2}
-    slow = PACED | {"slowdown": 3}
-    with deployed(colocated(1, engine=slow, policy="hfx_scaling", scaling=scaling)) as up:
-        assert "engine-1" not in up.pids()
-        assert list(states(up)) == ["engine-0"]
-        with ThreadPoolExecutor(40) as pool:
-            texts = [pool.submit(complete, up.url, max_tokens=300, ignore_eos=True) for _ in range(40)]
-            eventually(lambda: states(up).get("engine-1") == "ready", 30, up.log)
-            assert len({text.result() for text in texts}) == 1
-        long = {"max_tokens": 3000, "ignore_eos": True}
-        with ThreadPoolExecutor(2) as pool:
-            alone = [pool.submit(complete, up.url, **long) for _ in range(2)]  # one on each
-            eventually(lambda: any("is drained: rho 0.00" in line for line in up.lines), 90, up.log)
-            assert len({text.result() for text in alone}) == 1, "what runs on it ends as ever"
-        eventually(lambda: list(states(up)) in (["engine-0"], ["engine-1"]), 30, up.log)
-        (left,) = states(up)
-        eventually(lambda: {n for n in up.pids() if n.startswith("engine")} == {left}, 30, up.log)
-        assert complete(up.url, max_tokens=12)
+def test_the_fleet_goes_with_the_tide_and_nothing_fails_or_stays():
+    """HFX's scaler, whose thresholds are its own, and whose rates are of the last ten seconds. The budget of devices is
+    the ceiling."""
+    scaling = {"least": FLOOR, "most": CEILING + 1, "devices": CEILING, "start-seconds": 2, "interval": 0.2}
+    scaling |= {"cooldown-out": 0.5, "cooldown-in": BACK}
+    content = colocated(FLOOR, engine=PACED | {"slowdown": 3}, policy="hfx_scaling", scaling=scaling)
+    shm = shared_memory()
+    with deployed(content) as up:
+        expected = {tokens: complete(up.url, max_tokens=tokens, ignore_eos=True) for tokens in (SHORT, LONG)}
+        with gauged(up) as gauge, ThreadPoolExecutor(40) as pool:
+            cost, seen = up.metric("instance_seconds_total"), gauge.seconds
+            low = []
+            for _ in range(TIDES):
+                texts = _rise(up, pool, expected)
+                _fall(up)
+                assert {text.result() for text in texts} == {expected[LONG]}, "what runs on it goes on elsewhere"
+                low.append(belongings(up))
+            told = [way for _, way in changes(up)]
+            eventually(lambda: up.metric("instance_starts_total") == FLOOR + told.count("started"), 10, up.log)
+            spent, seconds = up.metric("instance_seconds_total") - cost, gauge.seconds - seen
+        print(seconds, spent, told, turns(up), *low, sep="\n")
+        assert spent == pytest.approx(seconds, rel=0.03, abs=CEILING)  # the metric is renewed every second
+        assert gauge.most == CEILING
+        assert told.count("started") == told.count("drained") >= TIDES * (CEILING - FLOOR)
+        assert turns(up) <= 1
+        assert low[-1] == low[0], "what was opened for an instance goes with it"
+        assert any(move["reason"].startswith("drain: ") for move in overview(up)["relocations"])
+        assert not raised(up.lines)
+        url, folder, pids = httpx.URL(up.url), up.folder, gauge.pids | set(up.pids().values())
+        assert up.stop() == 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not folder.exists()
+    socket.create_server((url.host, url.port)).close()
+    eventually(lambda: shared_memory() <= shm, what=lambda: str(shared_memory() - shm))
+
+
+def _rise(up, pool, expected):
+    """Load until the ceiling is reached, and then streams that are still there when it has gone."""
+    ebb = threading.Event()
+
+    def wave():
+        while not ebb.is_set():
+            assert complete(up.url, max_tokens=SHORT, ignore_eos=True) == expected[SHORT]
+
+    waves = [pool.submit(wave) for _ in range(30)]
+    try:
+        held = f"budget: {CEILING} of {CEILING} devices are taken"
+        eventually(lambda: held in "".join(scaling_lines(overview(up))), 60, up.log)
+        eventually(lambda: list(states(up).values()) == ["ready"] * CEILING, 60, up.log)
+    finally:
+        ebb.set()
+    for one in waves:
+        one.result()
+    return [pool.submit(complete, up.url, max_tokens=LONG, ignore_eos=True) for _ in range(CEILING)]
+
+
+def _fall(up):
+    """Until the floor is reached."""
+    eventually(lambda: len(engines(up)) == len(states(up)) == FLOOR, 90, up.log)
+
+
+def overview(up):
+    return json.loads(up.get("/overview"))["master"]
+
+
+def engines(up):
+    return {name for name in up.pids() if name.startswith("engine")}
+
+
+def belongings(up):
+    """What its processes have of which each instance needs some: open files and sockets."""
+    others = {name: open_files(pid) for name, pid in up.pids().items() if not name.startswith("engine")}
+    there = [re.sub(r"engine-\d+", "engine", path.name) for path in up.folder.iterdir()]
+    return others | {"launcher": open_files(up.process.pid), "folder": sorted(there)}
+
+
+def changes(up):
+    """When instances were started and stopped, and which of both, as the master decided."""
+    found = filter(None, map(CHANGE.search, up.lines))
+    return [(datetime.fromisoformat(line[1]).timestamp(), line[2]) for line in found]
+
+
+def turns(up):
+    """The most changes in the other direction in any time of a cooldown."""
+    found = changes(up)
+    spans = [[way for at, way in found[first:] if at < begin + BACK] for first, (begin, _) in enumerate(found)]
+    return max(sum(way != other for way, other in pairwise(span)) for span in spans)
 
 
 def free_port():
