@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.cli.top import SHOWN, Look, screen, watch
 from penstock.core.clock import ManualClock
 from penstock.core.errors import Unavailable
-from penstock.core.wire.master import InstanceOverview, Overview
+from penstock.core.wire.master import FleetTotals, InstanceOverview, Overview, StageOverview, StartTotals
 from penstock.sched.cluster import Start
 from penstock.service.overview import history_of, with_decisions
 from penstock.service.recorder import FlightRecorder
@@ -32,7 +32,7 @@ def wall(moment):
     return 1_790_000_000.0 + moment
 
 
-def content(generated=1000, instances=None, **frontend):
+def content(generated=1000, instances=None, stages=(), **frontend):
     rows = instances or [
         InstanceOverview(name="a[b]", role="any", state="ready", running=3, num_blocks=8, used_blocks=2, ttft_ms=12.34),
         InstanceOverview(name="p-0", role="prefill", state="ready", waiting=2, migrating=1, pending_tokens=5000),
@@ -40,7 +40,9 @@ def content(generated=1000, instances=None, **frontend):
     ]
     counts = {"frontends": 2, "waiting": 4, "offline_waiting": 5, "unplaceable": 1, "placed": 1234}
     rates = {"window": 10.0, "arrivals": 50, "completions": 40, "attained": 39}
-    master = Overview(**counts, **rates, prompt_tokens=812.5, output_tokens=203.0, instances=rows)
+    fleet = FleetTotals(1234.5, 3, [StartTotals("map", 2, 3.0), StartTotals("checkpoint", 1, 9.0)])
+    seen = {"instances": rows, "fleet": fleet, "stages": list(stages)}
+    master = Overview(**counts, **rates, prompt_tokens=812.5, output_tokens=203.0, **seen)
     mine = {"sequences": 17, "queued_tokens": 0, "generated_tokens": generated, "troubles": {}}
     mine["attainment"] = {"online": {"requests": 1000, "kept": 982}, "offline": {"requests": 0, "kept": 0}}
     shown = msgspec.to_builtins(with_decisions(master, recorder(), wall))
@@ -73,6 +75,21 @@ def test_a_look():
     assert re.search(r"a\[b] +ready +3 +0 +0 +0 +25% +12.3 +- +-", shown)
     assert re.search(r"p-0 +ready +0 +2 +5,000 +0 +- +- +- +- +1 +0", shown), "what leaves and comes, where any does"
     assert shown.index("three-aaaaaaaa") < shown.index("one-0badc0de"), "the newest first"
+
+
+def test_what_scaling_costs_and_says_of_each_stage():
+    stages = [
+        StageOverview("prefill", 2, 1, 1, "rho 1.30", "ceiling: 3 of 3 instances are there"),
+        StageOverview("decode", 1, 0, 0, "u [low]", "steady"),
+    ]
+    shown = text(Look("u", content(stages=stages), 5.0))
+    for words in (
+        "scaling: 3 instances hold devices, 1,234 instance-seconds so far; started: 2 by map in 1.5 s, 1 by",
+        "prefill: 2 serve, 1 start, +1 wished (rho 1.30); ceiling: 3 of 3 instances are there",
+        "decode: 1 serve, as many as are wished (u [low]); steady",
+    ):
+        assert words in shown
+    assert "scaling" not in text(Look("u", content(), 5.0)), "without a policy that scales"
 
 
 def test_rates_are_between_two_looks_and_troubles_are_told():

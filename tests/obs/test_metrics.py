@@ -212,6 +212,17 @@ def test_incarnations_of_instances() -> None:
     assert [value(metrics, "instance_lost_total", engine=name) for name in "ab"] == [1, 0]
 
 
+def test_what_the_instances_cost_and_how_they_were_started() -> None:
+    metrics = Metrics("m", ["e"])
+    assert not [name for name, _ in samples(metrics) if name.startswith("penstock:instance_s")], "no master has said"
+    metrics.observe_fleet(5.0, {"map": (1, 2.5)})
+    metrics.observe_fleet(7.5, {"map": (2, 4.0), "checkpoint": (1, 9.0)})
+    assert value(metrics, "instance_seconds_total") == 7.5
+    for path, count, seconds in (("map", 2, 4.0), ("checkpoint", 1, 9.0)):
+        assert value(metrics, "instance_starts_total", path=path) == count
+        assert value(metrics, "instance_start_seconds_total", path=path) == seconds
+
+
 def test_series_of_engines_say_that_every_frontend_shows_the_same() -> None:
     metrics = Metrics("m", ["e"])
     metrics.observe_weights("e", "checkpoint", 2.0)
