@@ -42,6 +42,11 @@ class _Wire:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[str, zmq.Socket[bytes]] = {}  # by address; kept, or a message would be lost with it
 
+    def forget(self, engine: str) -> None:
+        """It has ended. What it has not read is not for the next one there."""
+        if engine in self._sockets:
+            self._sockets.pop(engine).close()
+
     def tell_to_stop(self, engine: str) -> None:
         """An engine that hangs never reads it, and is killed."""
         from penstock.core.wire.codec import encode
@@ -246,6 +251,7 @@ class Launcher:
         incarnation = self._running.pop(name)
         code = incarnation.poll()
         assert code is not None
+        self._wire.forget(self._programs[name].address or incarnation.endpoint)
         self._starting.pop(name, None)
         self._took.pop(name, None)
         expected, words = self._supervisor.stopping, incarnation.last_words()

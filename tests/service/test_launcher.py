@@ -350,14 +350,24 @@ def test_a_process_that_ignores_its_end_is_killed(tmp_path, caplog, monkeypatch)
     assert not Path(f"/proc/{lines(pid)[0]}").exists()
 
 
-def test_instances_are_registered_and_started_and_stopped_as_the_master_says(tmp_path):
-    """An engine in whose place is a script that ends when it is told to, over the wire."""
+def test_instances_are_registered_and_started_and_stopped_as_the_master_says(tmp_path, monkeypatch):
+    """An engine in whose place is a script that reads nothing in its first life, and is killed, and in its second ends
+    when it is told to, over the wire: once, since what the first was told is not for it."""
+    monkeypatch.setattr("penstock.service.supervisor.STOP_GRACE", 0.2)
     address, socket_path, states = f"ipc://{tmp_path}/engine-0", tmp_path / "engine-0", []
+    heard = tmp_path / "heard"
     code = f"""
-import zmq
+import pathlib, time, zmq
+heard = pathlib.Path({str(heard)!r})
+if not heard.exists():
+    heard.write_text("")
+    pathlib.Path({str(socket_path)!r}).write_text("")
+    time.sleep(60)
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind({address!r})
-router.recv_multipart()
+with heard.open("a") as file:
+    while router.poll(100 if file.tell() else None):
+        file.write(f"{{router.recv_multipart()[-1]}}\\n")
 """
     command = (sys.executable, "-c", code)
     engine = Program(name="engine-0", kind="engine", command=command, address=address, socket=socket_path, starts=False)
@@ -382,10 +392,12 @@ router.recv_multipart()
                 router.send_multipart([sender, encode(StopInstance("nobody"))])
                 router.send_multipart([sender, encode(StopInstance("engine-0"))])
                 hear("stopped")
+                socket_path.unlink(missing_ok=True)
         terminate()
 
     assert launch([shell("frontend-0", STAY), engine], drive, master=f"ipc://{tmp_path}/master") == 0
     assert states.count("running") >= 2
+    assert lines(heard) == [str(encode(Shutdown()))]
 
 
 class Elsewhere:
