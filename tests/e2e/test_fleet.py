@@ -23,7 +23,8 @@ import zmq
 from penstock.cli.top import scaling_lines
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Hello
-from tests.helpers.chaos import open_files, raised, shared_memory
+from penstock.drill.holdings import open_files, pool_inodes
+from tests.helpers.chaos import raised
 from tests.helpers.deployments import PACED, colocated, deployed
 from tests.helpers.servers import Served
 from tests.helpers.waiting import eventually
@@ -93,7 +94,6 @@ def test_the_fleet_goes_with_the_tide_and_nothing_fails_or_stays():
     scaling = {"least": FLOOR, "most": CEILING + 1, "devices": CEILING, "start-seconds": 2, "interval": 0.2}
     scaling |= {"cooldown-out": 0.5, "cooldown-in": BACK}
     content = colocated(FLOOR, engine=PACED | {"slowdown": 3}, policy="hfx_scaling", scaling=scaling)
-    shm = shared_memory()
     with deployed(content) as up:
         expected = {tokens: complete(up.url, max_tokens=tokens, ignore_eos=True) for tokens in (SHORT, LONG)}
         with gauged(up) as gauge, ThreadPoolExecutor(40) as pool:
@@ -115,11 +115,13 @@ def test_the_fleet_goes_with_the_tide_and_nothing_fails_or_stays():
         assert any(move["reason"].startswith("drain: ") for move in overview(up)["relocations"])
         assert not raised(up.lines)
         url, folder, pids = httpx.URL(up.url), up.folder, gauge.pids | set(up.pids().values())
+        memory = pool_inodes(up.pids()["kv-pool"])
+        assert memory
         assert up.stop() == 0
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not folder.exists()
     socket.create_server((url.host, url.port)).close()
-    eventually(lambda: shared_memory() <= shm, what=lambda: str(shared_memory() - shm))
+    assert not [path for path in Path("/proc").glob("[0-9]*") if memory & pool_inodes(int(path.name))]
 
 
 def _rise(up, pool, expected):
