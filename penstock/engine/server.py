@@ -180,6 +180,8 @@ class EngineServer:
             engine.executor.expect_alive()
             engine.move()
             self._miss_clients(self._clock.now())
+            for frontend, fetched in self._intake.take_fetched():  # before what is computed with it
+                self._send(frontend, fetched)
             stalled = engine.has_work and not self._step()
             if self._sleeper.orders:
                 self._tell_slept(self._sleeper.tick())
@@ -187,8 +189,6 @@ class EngineServer:
                 self._report(failed, 0)
             for frontend, stayed in self._intake.take_stayed():
                 self._send(frontend, stayed)
-            for frontend, fetched in self._intake.take_fetched():
-                self._send(frontend, fetched)
             now = self._clock.now()
             self._on_clock(now)
             if now - looked >= REPORT_INTERVAL:

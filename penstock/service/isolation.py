@@ -36,9 +36,12 @@ def life_of(peer: Peer) -> Life:
 def judge(flight: Flight[Any], life: Life, broken_by: Collection[str]) -> Verdict:
     """What it means for a sequence that an incarnation was broken by one of these, of which it is one."""
     assert flight.id in broken_by
-    if life not in map(life_of, flight.places):  # this is heard of late: it is elsewhere now, or about to be
-        return "innocent" if flight.heard or flight.suspected else "suspect"
-    return "guilty" if flight.suspected and len(broken_by) == 1 else "suspect"
+    late = life not in map(life_of, flight.places)  # it is elsewhere now, or about to be
+    if late and flight.heard:
+        return "innocent"
+    if flight.suspected and len(broken_by) == 1:
+        return "guilty"
+    return "innocent" if late and flight.suspected else "suspect"
 
 
 class Causes:

@@ -215,6 +215,26 @@ def test_a_killed_engine_finds_its_cache_again(alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_what_a_killed_engine_had_is_brought_to_the_others(kind):
+    """Its long prompts are not computed again: the KV pool server has kept their blocks."""
+    with paced(kind, instances=[{"count": 3}], **{"kv-pool": {"orphans": 120}}) as chaos:
+        up, begun = chaos.up, chaos.up.metric("time_to_first_token_seconds_count")
+        load = chaos.start(chaos.bodies(9, seed=11, prompts=(900, 1000), tokens=300))
+        eventually(lambda: up.metric("time_to_first_token_seconds_count") == begun + 9, what=up.log)
+        victim = max(chaos.engines, key=lambda name: chaos.inspect(name).counts["running"])
+        up.wait_restarted(victim, up.kill(victim))
+        records = load.wait()
+        chaos.settle()
+        assert not [(r.error, r.detail) for r in records if r.error]
+        assert chaos.verify(load).checked == 9
+        went = {how: up.metric("recoveries_total", how=how) for how in ("recompute", "cache", "fetch", "remap")}
+        assert went["recompute"] == 0, went
+        assert went["fetch"] + went["remap"] >= 2, went
+        assert up.metric("recovery_seconds_count") == sum(went.values())
+
+
+@pytest.mark.slow
 def test_a_killed_demo_engine_finds_its_cache_again():
     prompt = "import os\n\ndef find(folder):\n" * 20
     with deployed(colocated(1, engine=DEMO, restart={"backoff": 0.01})) as up:

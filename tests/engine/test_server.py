@@ -18,6 +18,7 @@ from penstock.core.wire.engine import (
     Drain,
     Enqueue,
     Failed,
+    Fetched,
     Hello,
     Inspect,
     Inspection,
@@ -27,6 +28,7 @@ from penstock.core.wire.engine import (
     SetRole,
     Shutdown,
     Snapshot,
+    Source,
     StepReport,
     decode_event,
 )
@@ -80,6 +82,27 @@ class CountingRunner:
         if self.halt in self.sampled:
             self.pace.clear()
         return StepResult([[token] for token in self.sampled], [None] * len(last))
+
+
+class NoPeers:
+    """A transport over which nothing comes."""
+
+    shares = False
+
+    def __init__(self):
+        self._event = os.eventfd(0)
+
+    def fileno(self):
+        return self._event
+
+    def receive(self):
+        return []
+
+    def poll(self):
+        return []
+
+    def close(self):
+        os.close(self._event)
 
 
 class Frontend:
@@ -140,10 +163,13 @@ def served(tmp_path, request):
     runner, clock = CountingRunner(), JumpingClock()
     runner.clock = clock
     engine = make_engine(runner, clock, ahead=request.param)
-    server = EngineServer(address, clock)
+    server, transport = EngineServer(address, clock), NoPeers()
     engine.beats = []
     thread = threading.Thread(
-        target=server.run, args=(engine, READY), kwargs={"beat": engine.beats.append}, daemon=True
+        target=server.run,
+        args=(engine, READY),
+        kwargs={"beat": engine.beats.append, "transport": transport},
+        daemon=True,
     )
     thread.start()
     clients = []
@@ -161,6 +187,7 @@ def served(tmp_path, request):
     for c in clients:
         c.socket.close()
     server.close()
+    transport.close()
 
 
 def test_tokens_go_to_the_frontend_that_asked(served):
@@ -171,6 +198,18 @@ def test_tokens_go_to_the_frontend_that_asked(served):
         frontend.ask(make_request(f"from{first}", [first], max_tokens=5))
     assert a.tokens_of("from10") == [11, 12, 13, 14, 15]
     assert b.tokens_of("from500") == [501, 502, 503, 504, 505]
+
+
+def test_what_was_fetched_is_told_before_the_tokens_that_came_of_it(served):
+    """Or a recovery would be taken for one without."""
+    make, _, _ = served
+    a = make()
+    a.hello()
+    a.ask(make_request("r", [1] * 40, max_tokens=1), source=Source(None, 1, 1.0))
+    first = a.until(lambda e: isinstance(e, Fetched) or (isinstance(e, StepReport) and e.outputs))
+    assert isinstance(first, Fetched)
+    assert first.tokens == 0, "no block is full that could be fetched"
+    assert a.tokens_of("r") == [2]
 
 
 def test_refusals_cancellation_and_idle_reports(served):

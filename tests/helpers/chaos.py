@@ -82,10 +82,12 @@ class Chaos:
     Attributes:
         up: the deployment.
         names: of all its processes.
+        expected: what the exceptions that a process may show begin with.
     """
 
     def __init__(self, up: UpProcesses, links: int = 0) -> None:
         self.up = up
+        self.expected = EXPECTED
         self.names = set(up.pids())
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
         self.engines = sorted(self.names - {"kv-pool", "master", *self.frontends})
@@ -264,7 +266,7 @@ class Chaos:
         assert not self.up.folder.exists(), "sockets are left"
         for process in Path("/proc").glob("[0-9]*"):
             assert not memory & pool_inodes(int(process.name)), f"{process.name} still has the pool"
-        assert not [said for said in raised(self.up.lines) if not said.startswith(EXPECTED)]
+        assert not [said for said in raised(self.up.lines) if not said.startswith(self.expected)]
 
 
 Body = dict[str, Any]

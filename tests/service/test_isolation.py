@@ -97,6 +97,36 @@ def test_one_that_has_passed_the_place_is_innocent(tokenizer):
     run(tokenizer, scenario, "a", "b", "c")
 
 
+@pytest.mark.parametrize("passed", [False, True])
+def test_who_has_broken_a_second_engine_is_refused_also_when_that_is_known_late(tokenizer, passed):
+    """Unless it has got on where it is now."""
+
+    async def scenario(frontend, channels, clock):
+        client = frontend.engine_client
+        (one, _), (name, other) = await several(frontend, 2)
+        channels["a"].say(Failed("a fault", [name, other]))
+        await until(lambda: len(channels["b"].enqueued()) == 2)
+        channels["b"].say(ChannelLost("gone"))
+        await until(lambda: client.instances["b"].lost)
+        clock.advance(CAUSE)
+        client.tick()
+        assert len(channels["c"].enqueued()) == 2
+        if passed:
+            report(frontend, channels["c"], TokenOutput(name, [7]))
+            await until(lambda: client.flights[name].received)
+        client.engine_ended(EngineEnded("b", 1, [name]))
+        assert isolated(frontend, "refused") == (not passed)
+        report(frontend, channels["c"], *[ends(name, start=1)] * passed, ends(other))
+        if passed:
+            assert [t for d in await collect(one) for t in d.tokens] == [7, 9]
+        else:
+            assert channels["c"].cancelled() == [name]
+            with pytest.raises(BreaksEngines):
+                await collect(one)
+
+    run(tokenizer, scenario, "a", "b", "c", told=True)
+
+
 @pytest.mark.parametrize("guilty", [False, True])
 def test_whoever_ran_where_a_connection_ended_waits_for_the_cause(tokenizer, guilty):
     async def scenario(frontend, channels, clock):
