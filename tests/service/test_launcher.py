@@ -22,8 +22,9 @@ from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance, decode_to_master
 from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher
+from penstock.service.process import TO_ALL
 from penstock.service.programs import plan
-from penstock.service.spawner import TO_ALL, LocalProcess
+from penstock.service.spawner import LocalProcess
 from penstock.service.supervisor import Program, Restart, Supervisor
 from tests.helpers.waiting import eventually
 
