@@ -1,12 +1,13 @@
 """A process of the warm pool: python -m penstock.cli.warm. Started by `penstock up`, not by people.
 
-Its standard input is a socket to the launcher (`service.warm`). It imports what engines need, writes a byte, and reads,
-up to the end, the settings of `cli.engine`, and with them the descriptor of a public socket if there is one. It is that
-engine from then on. Where nothing is written it ends; so it does with its launcher.
+Its standard input is a socket to the launcher (`service.warm`). It imports what engines need, writes a byte, and reads
+a line: the settings of `cli.engine`, and with them the descriptor of a public socket if there is one. It is that engine
+from then on. It ends where no line comes, as when its launcher has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ def prepare() -> None:
     import penstock.core.heartbeat
     import penstock.engine.build
     import penstock.engine.calibration
+    import penstock.engine.modelled
     import penstock.engine.server
     import penstock.engine.weights
     import penstock.transfer.orphans
@@ -39,10 +41,13 @@ def prepare() -> None:
 
 def receive(link: socket.socket) -> dict[str, Any] | None:
     """Settings of an engine; None where there are none to come."""
-    told, descriptors, _, _ = socket.recv_fds(link, PART, 1)
-    while part := link.recv(PART):
-        told += part
-    if not told:
+    try:
+        told, descriptors, _, _ = socket.recv_fds(link, PART, 1)
+        while not told.endswith(b"\n"):
+            if not (part := link.recv(PART)):
+                return None
+            told += part
+    except OSError:  # the launcher has ended
         return None
     settings: dict[str, Any] = json.loads(told)
     if descriptors:
@@ -54,7 +59,8 @@ def run() -> int:
     """Returns what `engine.main` does, and 0 where this was never one."""
     prepare()
     with socket.socket(fileno=os.dup(STDIN)) as link:
-        link.send(b"+")
+        with contextlib.suppress(OSError):  # it was taken before, or its launcher has ended
+            link.send(b"+")
         settings = receive(link)
     if settings is None:
         return 0

@@ -56,7 +56,7 @@ class WarmProcess:
 
     def become(self, program: Program) -> bool:
         """Have it be that engine. Whether it was told."""
-        told = json.dumps({**json.loads(program.command[-1]), "warm": self.is_ready()}).encode()
+        told = json.dumps({**json.loads(program.command[-1]), "warm": self.is_ready()}).encode() + b"\n"
         try:
             with self._link:
                 sent = socket.send_fds(self._link, [told], program.descriptors)
