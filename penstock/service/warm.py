@@ -60,7 +60,8 @@ class WarmProcess:
         try:
             with self._link:
                 sent = socket.send_fds(self._link, [told], program.descriptors)
-                self._link.sendall(told[sent:])
+                if sent < len(told):  # else it may have closed its end by now
+                    self._link.sendall(told[sent:])
         except OSError:
             return False
         return True
