@@ -232,7 +232,7 @@ def introduce(
 
     scheduler, loaded = built.engine.scheduler, None if isinstance(built, BuiltModelled) else built.worker.loaded
     measured = None if peers is None else peers.device
-    weights_from = "" if loaded is None else loaded.source
+    weights_from: str = "" if loaded is None else loaded.source
     if settings.get("warm") and weights_from in FROM_PEERS:
         weights_from = "warm"
     return Ready(

@@ -93,7 +93,7 @@ class LocalSpawner:
         environment = self._environments.get(program.kind)
         warm = self._pool.take(program, environment)
         process = LocalProcess(program, environment, self._timeout, now, warm=warm)
-        log.info("%s is process %d%s", program.name, process.pid, "" if warm is None else ", which was warm")
+        log.info("%s is process %d%s", program.name, process.pid, "" if warm is None else ", of the warm pool")
         return process
 
     def refill(self, now: float) -> None:

@@ -46,8 +46,11 @@ class WarmProcess:
 
     def is_ready(self) -> bool:
         """Whether it has imported all."""
-        with contextlib.suppress(OSError):  # it has not said so, or has ended
-            self._ready = self._ready or bool(self._link.recv(1, socket.MSG_DONTWAIT))
+        if not self._ready:
+            with contextlib.suppress(OSError):  # it has not said so, or has ended
+                self._ready = bool(self._link.recv(1, socket.MSG_DONTWAIT))
+            if self._ready:
+                log.info("process %d is warm", self.process.pid)
         return self._ready
 
     def fits(self, environment: Mapping[str, str] | None) -> bool:
@@ -77,7 +80,8 @@ class WarmProcess:
     def last_output(self) -> str:
         """The last line of its standard error; ask when it has ended."""
         assert self.process.stderr is not None
-        lines = self.process.stderr.read().decode(errors="replace").split("\n")
+        os.set_blocking(self.process.stderr.fileno(), False)  # a child of it, as a compiler, may hold the pipe
+        lines = (self.process.stderr.read() or b"").decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
@@ -118,13 +122,10 @@ class WarmPool:
         settled = all(one.is_ready() for one in self._waiting)
         if settled and len(self._waiting) < self._size and now >= self._due:
             try:
-                one = WarmProcess(environment)
+                self._waiting.append(WarmProcess(environment))
             except OSError as error:
                 log.warning("no warm process can be started: %s", error)
                 self._due = now + AGAIN
-                return
-            log.info("process %d becomes warm", one.process.pid)
-            self._waiting.append(one)
 
     def close(self) -> None:
         for one in self._waiting:

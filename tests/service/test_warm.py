@@ -108,7 +108,7 @@ def test_who_has_ended_is_not_taken_and_is_replaced_after_a_while(tmp_path, pool
     third.kill()
     third.wait()
     pool.refill(1.0, None)
-    assert "a warm process has ended" in caplog.text
+    assert "a warm process has ended, and is replaced: it said nothing" in caplog.text
     assert len(pool._waiting) == 1
     pool.refill(2.0, None)
     assert len(pool._waiting) == 1
