@@ -30,6 +30,9 @@ class WarmProcess:
     """
     Args:
         environment: of the process; None for this process's own.
+
+    Attributes:
+        process: its standard error is a pipe.
     """
 
     def __init__(self, environment: Mapping[str, str] | None) -> None:
