@@ -150,6 +150,12 @@ TABLES = Tables(
             "what starts the instances: this command, here; or Ray, wherever it has room; needs penstock[ray]",
         ),
         Option(
+            "warm-pool",
+            integer(0, 64),
+            0,
+            "processes that have imported all and have no weights, of which one is taken when an instance starts",
+        ),
+        Option(
             "policy",
             one_of(*BUNDLES),
             None,

@@ -14,6 +14,7 @@ JSON:
                         it neither gives nor takes any
     transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
+    warm                whether all was imported before, as by `cli.warm`
     log_level, log_format
 
 It ends on `Shutdown`, or when its parent has ended.
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
+FROM_PEERS = ("map", "tcp")  # of `nn.loader.Source`
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
 # in its first hour. Both read their variable at the first product.
@@ -68,8 +70,7 @@ MOONCAKE = {
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
-    for variable in KERNEL_CACHES:
-        os.environ.setdefault(variable, str(KERNELS_KEPT))
+    keep_few_kernels()
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import BlackBox, Heartbeat, box_of
 
@@ -123,6 +124,11 @@ def main(settings: dict[str, Any]) -> int:
             server.fail(f"{type(error).__name__}: {error}", broken=not isinstance(error, Unavailable | OSError))
             return 1
     return 0
+
+
+def keep_few_kernels() -> None:
+    for variable in KERNEL_CACHES:
+        os.environ.setdefault(variable, str(KERNELS_KEPT))
 
 
 def listen(settings: dict[str, Any], clock: Clock) -> EngineServer:
@@ -225,6 +231,9 @@ def introduce(
 
     scheduler, loaded = built.engine.scheduler, None if isinstance(built, BuiltModelled) else built.worker.loaded
     measured = None if peers is None else peers.device
+    weights_from: str = "" if loaded is None else loaded.source
+    if settings.get("warm") and weights_from in FROM_PEERS:
+        weights_from = "warm"
     return Ready(
         peer=Peer(settings["name"], incarnation, "" if transport is None else transport.address),
         role=settings.get("role", "any"),
@@ -244,7 +253,7 @@ def introduce(
         device_model=measured or device_model(built),
         shape=built.shape,
         kv_pool="" if built.pool is None else built.pool.name,
-        weights_from="" if loaded is None else loaded.source,
+        weights_from=weights_from,
         weights_seconds=0.0 if loaded is None else loaded.seconds,
     )
 

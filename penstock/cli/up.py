@@ -165,6 +165,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             drain=server["drain_timeout"] if master is not None else None,
             registry=cluster.registry if cluster is not None else None,
             engines=engines,
+            warm=deployment.warm_pool,
         )
         if master is not None:  # the deployment was begun elsewhere
             return launcher.run()
@@ -289,6 +290,8 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
     table.add_row("master", "1", "", f"policy {deployment.policy}")
     for group in deployment.groups:
         table.add_row(group.name, str(group.count), group.role, group.options["url"] if group.adopted else group.device)
+    if deployment.warm_pool:
+        table.add_row("warm", str(deployment.warm_pool), "", "taken when an instance starts")
     if deployment.orphans is not None:
         table.add_row("kv-pool", "1", "", f"keeps the blocks of failed engines for {deployment.orphans:g} s")
     if deployment.ray is not None:

@@ -234,6 +234,7 @@ class Deployment:
         cluster: None when all of it is on one host, or on this one and on Ray's nodes.
         ray: None when the instances are processes of this host.
         scaling: None when the instances that serve are always the same.
+        warm_pool: processes of this host that wait to become instances.
         orphans: seconds that the KV pool server keeps the blocks of a failed engine; None without such a server.
         warnings: about settings that are allowed but probably a mistake.
     """
@@ -251,6 +252,7 @@ class Deployment:
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     live_roles: bool = False
     scaling: Scaling | None = None
+    warm_pool: int = 0
     cluster: Cluster | None = None
     ray: Ray | None = None
     flight_recorder: str | None = None
@@ -347,6 +349,8 @@ class _Parser:
             if needed not in spots and (common is None if needed == "model" else cluster is None):
                 file.complain(file.root, f"{needed}: missing, and there is no default")
         self._check_ports(top)
+        if top["warm_pool"]:
+            self._check_warm_pool(groups, ray is not None)
         self._check_groups(groups, alone=cluster is None, ray=ray is not None)
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
         if cluster is not None:
@@ -359,8 +363,8 @@ class _Parser:
         tls = self._tls(transport_spots.get("tls"), transport["kind"])
         file.finish()
         warnings = ["transport.faults: messages between engines are damaged on purpose"] if faults else []
-        names = ("model", "frontends", "flight_recorder", "live_roles")
-        model, frontends, flight_recorder, live_roles = (top.pop(key) for key in names)
+        names = ("model", "frontends", "warm_pool", "flight_recorder", "live_roles")
+        model, frontends, warm_pool, flight_recorder, live_roles = (top.pop(key) for key in names)
         return Deployment(
             model=model,
             common=Common(
@@ -373,6 +377,7 @@ class _Parser:
                 lease=transport["lease"],
             ),
             frontends=frontends,
+            warm_pool=warm_pool,
             server=top | limits,
             groups=tuple(groups),
             policy=policy,
@@ -625,6 +630,14 @@ class _Parser:
                 self.file.complain(spots["url"], f"{spots['url'].shown}, allowed is nothing with launcher ray: it runs")
             if ray and _kind(group.device) == "cuda" and group.device != "cuda":
                 self.file.complain(spots["device"], f"{group.device!r}, allowed with launcher ray is cuda: Ray chooses")
+
+    def _check_warm_pool(self, groups: Sequence[Group], ray: bool) -> None:
+        spot = self.spots["warm-pool"]
+        if ray:
+            self.file.complain(spot, f"{spot.shown}, allowed with launcher ray is 0: Ray starts the processes")
+        elif (at := next((group for group in groups if group.modelled or group.adopted), None)) is not None:
+            where = "running servers" if at.adopted else f"{at.device}"
+            self.file.complain(spot, f"{spot.shown}, allowed with {where} is 0: there is nothing to import")
 
     def _check_memory(self, groups: Sequence[Group]) -> None:
         """What is asked of the host's memory, by all instances together."""

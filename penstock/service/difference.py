@@ -74,7 +74,7 @@ def _fixed(running: Deployment, wanted: Deployment) -> Iterator[str]:
     if wanted.names != running.names:
         why = ", which clients use; served-model-name sets it for any model"
         yield _refusal("served-model-name", ",".join(wanted.names), ",".join(running.names)) + why
-    for key in ("frontends", "flight_recorder", "restart", "scaling", "cluster", "ray"):
+    for key in ("frontends", "warm_pool", "flight_recorder", "restart", "scaling", "cluster", "ray"):
         if getattr(wanted, key) != getattr(running, key):
             yield _refusal(_shown(key), "another value", "what it began with")
     if running.scaling is not None:

@@ -14,7 +14,8 @@ from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
-from penstock.service.spawner import TO_ALL, Incarnation, LocalSpawner, Spawner
+from penstock.service.process import TO_ALL
+from penstock.service.spawner import Incarnation, LocalSpawner, Spawner
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor, shown
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Launcher:
         drain: for instances of a deployment that goes on without them: seconds that their requests get to finish; None
             for a whole deployment.
         engines: where these run; None for this machine, as the others do.
+        warm: processes of this machine that wait to become engines.
     """
 
     def __init__(
@@ -132,10 +134,11 @@ class Launcher:
         drain: float | None = None,
         registry: str | None = None,
         engines: Spawner | None = None,
+        warm: int = 0,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock = supervisor, clock
-        self._local = LocalSpawner(environments, supervisor.heartbeat_timeout)
+        self._local = LocalSpawner(environments, supervisor.heartbeat_timeout, warm)
         self._engines: Spawner = self._local if engines is None else engines
         self._running: dict[str, Incarnation] = {}
         self._endpoints = {p.name: p.public or p.address for p in programs if p.address is not None}
@@ -189,6 +192,8 @@ class Launcher:
         ended = self._look()
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
+        if not self._starting and not self._supervisor.stopping:
+            self._local.refill(self._clock.now())
         if not self._awaits_kv_pool:
             if self._registry is not None:
                 self._follow_registry(self._registry)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -17,13 +16,14 @@ from typing import Protocol
 
 from penstock.core.heartbeat import LastStep, box_of, read_black_box, read_heartbeat
 from penstock.service.answer_guard import AnswerGuard
+from penstock.service.process import begin
 from penstock.service.supervisor import STOP, ProcessKind, Program
+from penstock.service.warm import WarmPool
 from penstock.service.watch import Trouble, Watch, read_vitals
 
 log = logging.getLogger("penstock.launcher")
 LAST_OUTPUT = 500  # characters
 STDERR = 2
-TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Incarnation(Protocol):
@@ -79,21 +79,31 @@ class LocalSpawner:
     Args:
         environments: kind -> environment of its processes, where it is not this process's own.
         heartbeat_timeout: seconds without a sign of life after which one hangs.
+        warm: processes that wait to become engines.
     """
 
-    def __init__(self, environments: Mapping[ProcessKind, Mapping[str, str]], heartbeat_timeout: float) -> None:
+    def __init__(
+        self, environments: Mapping[ProcessKind, Mapping[str, str]], heartbeat_timeout: float, warm: int = 0
+    ) -> None:
         self._environments, self._timeout = environments, heartbeat_timeout
+        self._pool = WarmPool(warm)
 
     def spawn(self, program: Program, now: float) -> LocalProcess:
-        process = LocalProcess(program, self._environments.get(program.kind), self._timeout, now)
-        log.info("%s is process %d", program.name, process.pid)
+        environment = self._environments.get(program.kind)
+        warm = self._pool.take(program, environment)
+        process = LocalProcess(program, environment, self._timeout, now, warm=warm)
+        log.info("%s is process %d%s", program.name, process.pid, "" if warm is None else ", of the warm pool")
         return process
+
+    def refill(self, now: float) -> None:
+        """Have processes become warm in the place of those that were taken; call it while nothing is started."""
+        self._pool.refill(now, self._environments.get("engine"))
 
     def release(self, name: str) -> None:
         pass  # nothing is kept
 
     def close(self) -> None:
-        pass
+        self._pool.close()
 
 
 class LocalProcess:
@@ -102,6 +112,7 @@ class LocalProcess:
         environment: of the process; None for this process's own.
         timeout: seconds without a sign of life after which it hangs.
         hear: gets every line of an engine's standard error; by default this process's own gets it.
+        warm: the process, where it waited for this; its standard error is a pipe.
 
     Attributes:
         pid: of the process, and of its process group.
@@ -114,6 +125,7 @@ class LocalProcess:
         timeout: float,
         now: float,
         hear: Callable[[bytes], object] | None = None,
+        warm: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self._program = program
         self.endpoint = program.public or program.address or ""
@@ -125,20 +137,13 @@ class LocalProcess:
             box_of(program.heartbeat).unlink(missing_ok=True)
             self._watch = Watch(now, timeout, waits=program.needs is not None)
         self._guard = AnswerGuard() if program.kind == "frontend" else None
-        # Signals that a terminal or a service manager sends to all are the launcher's: frontends drain before others
-        # stop. Who is started while they are blocked has them blocked for good, from its first instruction on.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL)
-        try:
-            self._process = subprocess.Popen(
-                program.command,
-                stdin=subprocess.DEVNULL if self._guard is None else self._guard.link.fileno(),
-                stderr=subprocess.PIPE if program.kind == "engine" else None,
-                pass_fds=program.descriptors,
-                process_group=0,
-                env=environment,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._process = warm or begin(
+            program.command,
+            environment,
+            subprocess.DEVNULL if self._guard is None else self._guard.link.fileno(),
+            subprocess.PIPE if program.kind == "engine" else None,
+            program.descriptors,
+        )
         if self._guard is not None:
             self._guard.link.close()  # it is the frontend's now
         self.pid = self._process.pid

@@ -332,6 +332,21 @@ def test_nobody_outlives_a_killed_launcher():
             assert not up.folder.exists()
 
 
+@pytest.mark.slow
+def test_a_warm_process_takes_the_place_of_a_killed_engine_and_no_other_outlives_the_launcher():
+    with deployed(colocated(2, engine=DEMO, policy="round_robin", **{"warm-pool": 1})) as up:
+        texts = {complete(up).json()["choices"][0]["text"] for _ in range(2)}
+        warm = int(up.wait_for(r"process (\d+) is warm").group(1))
+        up.kill("engine-1")
+        up.wait_for(f"engine-1 is process {warm}, of the warm pool")
+        other = int(up.wait_for(r"process (\d+) is warm").group(1))
+        eventually(lambda: up.metric("instance_starts_total", path="warm") == 1, 60, up.log)
+        eventually(lambda: up._ready(0) == {"engine-0", "engine-1"}, 60, up.log)
+        assert {complete(up).json()["choices"][0]["text"] for _ in range(2)} == texts
+        up.process.kill()
+        eventually(lambda: gone(warm) and gone(other))
+
+
 def penstock_up(*arguments):
     command = [sys.executable, "-m", "penstock.cli.main", "up", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)

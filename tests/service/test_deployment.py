@@ -146,6 +146,7 @@ def test_running_servers_become_instances():
         (ADOPTING.replace("8002'", "8002', device: cpu"), "instances[1].device: 'cpu', allowed is nothing beside url"),
         (ADOPTING + "  - {name: c}\n", "instances[2]: group 'c', allowed is url in all groups or in none"),
         (ADOPTING + "launcher: ray\n", "instances[0].url: 'http://h:8001', allowed is nothing with launcher ray"),
+        (ADOPTING + "warm-pool: 1\n", "warm-pool: '1', allowed with running servers is 0: there is nothing to import"),
         (ADOPTING + "kv-pool: {orphans: 3}\n", "kv-pool: a KV pool server holds blocks in the host's memory, and gr"),
         (SMALLEST + "    served-model-name: m\n", "instances[0].served-model-name: 'm', allowed only beside url"),
         (
@@ -282,6 +283,14 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "up.yaml:4: instances[0].device: 'cuda:1', allowed with launcher ray is cuda: Ray chooses",
         ),
         (SMALLEST + "    cpus: 2", "up.yaml:4: instances[0].cpus: '2', allowed only with launcher ray"),
+        (
+            SMALLEST + "launcher: ray\nwarm-pool: 1",
+            "up.yaml:5: warm-pool: '1', allowed with launcher ray is 0: Ray starts",
+        ),
+        (
+            SMALLEST + "    device: modelled:h200\nwarm-pool: 2",
+            "up.yaml:5: warm-pool: '2', allowed with modelled:h200 is 0: there is nothing to import",
+        ),
         (
             SMALLEST + "    resources: {GPU: 1}",
             "up.yaml:4: instances[0].resources: a section, allowed is {NAME: AMOUNT",

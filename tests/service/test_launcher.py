@@ -22,8 +22,9 @@ from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance, decode_to_master
 from penstock.service.deployment import parse
 from penstock.service.launcher import Launcher
+from penstock.service.process import TO_ALL
 from penstock.service.programs import plan
-from penstock.service.spawner import TO_ALL, LocalProcess
+from penstock.service.spawner import LocalProcess, LocalSpawner
 from penstock.service.supervisor import Program, Restart, Supervisor
 from tests.helpers.waiting import eventually
 
@@ -123,6 +124,18 @@ def test_a_program_waits_for_the_socket_of_the_one_it_needs(tmp_path):
 
     assert launch([server, user], drive) == 0
     assert lines(order) == ["kv-pool", "user"]
+
+
+def test_the_warm_pool_is_filled_while_nothing_starts(tmp_path, monkeypatch):
+    path, seen = tmp_path / "master", []
+    monkeypatch.setattr(LocalSpawner, "refill", lambda self, now: seen.append(path.exists()))
+
+    def drive():
+        eventually(lambda: seen)
+        terminate()
+
+    assert launch([shell("master", f"sleep 0.2; touch {path}; {STAY}", "master", socket=path)], drive, warm=1) == 0
+    assert all(seen)
 
 
 def test_an_engine_is_told_over_the_wire(tmp_path):

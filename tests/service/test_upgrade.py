@@ -65,14 +65,14 @@ def test_what_cannot_change_is_refused_by_name():
     before = "served-model-name: a\napi-key: [one]\ntransport: {kind: shared}\ninstances: [{count: 2}]"
     after = (
         "served-model-name: b\napi-key: [two]\ntransport: {kind: tcp}\nport: 8001\nfrontends: 2\n"
-        "restart: {limit: 1}\nkv-pool: {orphans: 1}\nlimits: {drain-timeout: 1}\ninstances: [{count: 2}]"
+        "restart: {limit: 1}\nkv-pool: {orphans: 1}\nlimits: {drain-timeout: 1}\nwarm-pool: 1\ninstances: [{count: 2}]"
     )
     with pytest.raises(ConfigError) as caught:
         differ(before, after)
     lines = str(caught.value).splitlines()
     named = {line.removeprefix("new.yaml: ").partition(":")[0] for line in lines}
     expected = {"served-model-name", "api-key", "transport", "port", "frontends", "restart", "kv-pool.orphans"}
-    assert named == expected | {"drain-timeout"}
+    assert named == expected | {"drain-timeout", "warm-pool"}
     assert "new.yaml: port: 8001, allowed while the deployment runs is 8000" in lines
     assert not any("two" in line or "one" in line for line in lines if "api-key" in line), "keys are nobody's business"
 

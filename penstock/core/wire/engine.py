@@ -222,7 +222,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         generates: whether it has a head to generate with.
         device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
         kv_pool: names the host's KV pool that its blocks are in; "" when they are its own.
-        weights_from: where its weights came from, as `nn.loader.Source` has it; "" where it has none.
+        weights_from: where its weights came from, as `nn.loader.Source` has it; "warm" where a process of the warm pool
+            got them from a peer; "" where it has none.
         weights_seconds: that this took.
     """
 

@@ -1,0 +1,34 @@
+"""How a launcher starts a process of a deployment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def begin(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
+    stdin: int = subprocess.DEVNULL,
+    stderr: int | None = None,
+    descriptors: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """One in a process group of its own.
+
+    Args:
+        environment: None for this process's own.
+        stdin, stderr: as `subprocess` has them.
+        descriptors: that it inherits.
+    """
+    # Signals that a terminal or a service manager sends to all are the launcher's: frontends drain before others
+    # stop. Who is started while they are blocked has them blocked for good, from its first instruction on.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL)
+    try:
+        return subprocess.Popen(
+            command, stdin=stdin, stderr=stderr, pass_fds=descriptors, process_group=0, env=environment
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
