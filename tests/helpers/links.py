@@ -4,12 +4,13 @@ import json
 import os
 import resource
 import select
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,18 @@ def contents(seed: int) -> bytes:
 
 def address(kind: str, folder: Path, name: str) -> str:
     return f"unix:{folder}/{name}.sock" if kind == "shared" else "tcp:127.0.0.1:0"
+
+
+def connected_to() -> set[tuple[str, int]]:
+    """Addresses at the other ends of this process's TCP connections."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it is gone by now, or not connected
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(number))) as sock:
+                    if sock.family == socket.AF_INET:
+                        found.add(sock.getpeername())
+    return found
 
 
 def open_files() -> int:
