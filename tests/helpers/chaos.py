@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,8 @@ class Chaos:
         self.frontends = sorted(name for name in self.names if name.startswith("frontend-"))
         self.engines = sorted(self.names - {"kv-pool", "master", *self.frontends})
         self.model = asyncio.run(served_model(up.url))
-        roles = {up.settings(name)["role"] for name in self.engines}
+        roles = Counter(up.settings(name)["role"] for name in self.engines)
+        links = max(links, max(roles.values()) - 1)  # to those of its role an instance has none before it fetches
         self._hands_over = len(roles) > 1 and up.settings("master")["policy"] == "least_loaded"  # all that come
         self._context = zmq.Context()
         self._files: dict[str, int] = {}
