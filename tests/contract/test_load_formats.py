@@ -102,7 +102,7 @@ def test_ranks_read_each_file_once_and_have_their_shards(tmp_path, monkeypatch, 
     assert all(same(weights_of(model), other) for model, other in zip(found, expected, strict=True))
     assert sorted(opened) == sorted({tensor.path for tensor in stored(folder)})
     assert len(opened) > size
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what earlier tests left to the collector may have gone
 
 
 def in_ranks(folder, size, load_format):

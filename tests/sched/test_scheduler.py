@@ -576,6 +576,21 @@ def test_decodes_come_first_and_the_prompt_fills_the_rest():
     ]
 
 
+def test_what_is_to_run_alone_is_nothing_of_others_steps_though_it_is_favoured():
+    """Nor does it wait for ever when it is favoured only in the step of others."""
+    engine = make(num_blocks=2, budget=16, sequences=2, prefix_cache=False, policy="slack")
+    engine.scheduler.add(request("decoding", [1], 4))
+    engine.step()
+    engine.scheduler.add(request("behind", [1], 1, priority=1))
+    engine.scheduler.add(request("alone", [2] * 64, 1, alone=1, waited=20.0))
+    run(engine)  # `begin` asserts it of every step
+    engine = make(num_blocks=2, budget=5, sequences=1, policy="slack")
+    engine.scheduler.add(request("alone", [2], 1, priority=1, alone=1, waited=20.0))
+    engine.scheduler.add(request("other", [1], 1))
+    run(engine)
+    assert set(engine.finished) == {"alone", "other"}
+
+
 def test_lower_priority_value_runs_first_even_during_anothers_prefill():
     engine = make(budget=32)
     engine.scheduler.add(request("low", [1] * 300, priority=5))

@@ -136,7 +136,7 @@ def test_what_the_frontend_has_closed_is_closed_and_its_place_is_used_again():
             ours.close()
             assert received(client) == b"head"
             client.close()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         client, _, log = frontend.connect()
         log.note(Next.ANSWER)
         assert frontend.kill().streams == 0

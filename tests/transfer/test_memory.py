@@ -64,15 +64,15 @@ def test_closing_leaves_views_alone(memory):
 
 
 def test_closing_gives_everything_back():
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     PoolMemory.memfd(4, 4096).close()
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_memory_of_one_process_stays_while_somebody_holds_it():
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     memory = PoolMemory.anonymous(8, 8192)
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert not any(memory.buffer)
     held = memory.held()
     memory.block(3)[:5] = b"hello"

@@ -477,7 +477,8 @@ class Scheduler:
         # a search begins anew when it is preempted, and brings nothing before its end
         for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone and not s.branching]:
             del self._alone[sequence.id]
-        for alone in (not self._ran_alone, self._ran_alone):
+        # and once more, as the policy of a step of others may have put one that is to run alone at the queue's head
+        for alone in (not self._ran_alone, self._ran_alone, True):
             builder = self._build_alone() if alone else self._build(delay)
             if builder.grants:
                 self._ran_alone = alone
@@ -712,7 +713,7 @@ class Scheduler:
     def _lengthen(self, builder: StepBuilder, allowance: Allowance) -> None:
         """Give the favoured prompt what others have left of the step."""
         sequence = allowance.favoured
-        if sequence is None or not sequence.blocks:
+        if sequence is None or not sequence.blocks or sequence.id in self._alone:
             return
         count, room = builder.grants.get(sequence, 0), len(sequence.blocks) + self.pool.available
         most = min(sequence.pending, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
