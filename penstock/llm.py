@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -15,7 +16,8 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 
 from penstock.cli.devices import known_device
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError, EngineFailure, InvalidRequest
+from penstock.core.errors import ConfigError, EngineFailure, InvalidRequest, Unavailable
+from penstock.core.memory import PARTS, Part
 from penstock.core.request import Pooling, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
@@ -172,7 +174,9 @@ class LLM:
             built = build_engine(_engine_options(str(directory), options), SystemClock(), progress=progress)
         self._engine = built.engine
         if built.pool is not None:
-            built.pool.close()  # it is private, and the cache has a mapping of its own
+            weakref.finalize(self, built.pool.close)
+        self._memory, self._asleep = built.memory, 0
+        self._given_back: set[Part] = set()
         self.max_model_len = self._engine.scheduler.limits.max_model_len
         self.vocab_size = built.runner.vocab_size
         self.embedding_size = built.runner.embedding_size
@@ -258,6 +262,39 @@ class LLM:
             job.output.embedding = finished(job.output.embedding, dimensions, normal)
         return [job.output for job in jobs]
 
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Give the memory back until `wake_up`. What was cached is forgotten.
+
+        Args:
+            level: 1 keeps the weights in the host's memory, 2 forgets them too.
+        """
+        if level not in (1, 2):
+            raise InvalidRequest(f"level: {level!r}, allowed are 1, 2", "level")
+        while not self._engine.at_rest:
+            self._engine.step()  # what an interrupt has left
+        self._asleep = max(level, self._asleep)
+        self._given_back.update(PARTS)
+        self._memory.sleep(self._asleep, self._engine.clear_cache())
+
+    def wake_up(self, tags: Sequence[Part] | None = None) -> None:
+        """Take the memory up again. Tokens are the same as before.
+
+        Args:
+            tags: parts of it, "weights" and "kv_cache"; None is all.
+
+        Raises:
+            ConfigError: the checkpoint is not what it was, or cannot be read, or there is no room.
+        """
+        for tag in tags or ():
+            if tag not in PARTS:
+                raise InvalidRequest(f"tags: {tag!r}, allowed are {', '.join(PARTS)}", "tags")
+        parts = [part for part in PARTS if part in (tags or PARTS) and part in self._given_back]
+        self._memory.wake_up(parts)
+        self._given_back.difference_update(parts)
+        if parts and not self._given_back:
+            self._asleep = 0
+            self._engine.expect()
+
     def _embedding_job(self, prompt: Prompt, params: SamplingParams) -> _EmbeddingJob:
         text, whole, salt = self._read(prompt)
         tokens = list(truncated(whole, params, self.max_model_len, generates=False))
@@ -327,6 +364,8 @@ class LLM:
         )
 
     def _run(self, jobs: Sequence[_Job | _EmbeddingJob], progress: bool) -> None:
+        if self._given_back:
+            raise Unavailable("the engine sleeps, wake it up first")
         owner: dict[str, _Job | _EmbeddingJob] = {s.id: job for job in jobs for s in job.sequences}
         try:
             for job in jobs:

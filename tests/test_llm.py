@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock import LLM, BeamSearchParams, SamplingParams
-from penstock.core.errors import ConfigError, InvalidRequest, PromptTooLong
+from penstock.core.errors import ConfigError, InvalidRequest, PromptTooLong, Unavailable
 from penstock.llm import _engine_options
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -203,3 +203,38 @@ def test_a_beam_search_that_cannot_be_is_refused(llm, params, field):
         llm.beam_search("import os", BeamSearchParams(max_tokens=5, **params))
     assert caught.value.field == field
     assert not llm.engine.has_work
+
+
+def test_it_sleeps_and_says_the_same_when_it_is_woken_up(llm):
+    prompt = "import os, sys, json\n" * 12
+    (before,) = llm.generate(prompt, GREEDY)
+    for level in (1, 2):
+        llm.sleep(level)
+        with pytest.raises(Unavailable, match="sleeps"):
+            llm.generate(prompt, GREEDY)
+        llm.wake_up(["kv_cache"])
+        with pytest.raises(Unavailable, match="sleeps"):
+            llm.embed(prompt)
+        llm.wake_up()
+        (after,) = llm.generate(prompt, GREEDY)
+        assert (after.text, after.cached_tokens) == (before.text, 0)
+        assert llm.generate(prompt, GREEDY)[0].cached_tokens
+    for call, field in ((lambda: llm.sleep(3), "level"), (lambda: llm.wake_up(["lights"]), "tags")):
+        with pytest.raises(InvalidRequest) as refused:
+            call()
+        assert refused.value.field == field
+    steps = llm._steps
+
+    def interrupted(owner):
+        yield next(steps(owner))
+        raise KeyboardInterrupt
+
+    llm._steps = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt] * 3, GREEDY)
+    finally:
+        del llm._steps
+    llm.sleep()
+    llm.wake_up()
+    assert llm.generate(prompt, GREEDY)[0].text == before.text
