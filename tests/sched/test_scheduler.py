@@ -531,6 +531,15 @@ def test_what_left_the_window_is_given_back(ahead, prefix_cache):
         assert scheduler.counters.prefix_hits == 2 * 448
 
 
+def test_what_left_the_window_makes_room_for_the_chunk_that_goes_beyond_the_blocks_that_are_there():
+    """In a pool of what a window and a chunk see, and no block more. A store holds others as long as it takes."""
+    for alone in (0, 1):
+        engine = make(num_blocks=6, budget=6, windows=(2,), scarce=1.0, ahead=True, slots=1, policy="fcfs")
+        engine.scheduler.add(request("a", [1] * 300, 0, pooling="last", alone=alone))
+        run(engine)
+        assert engine.embeddings["a"] == embedded([1] * 300, "last")
+
+
 @pytest.mark.parametrize(("ahead", "prefix_cache"), [(False, True), (True, True), (True, False)])
 def test_of_mixed_layers_those_with_a_window_give_back_what_left_it(ahead, prefix_cache):
     """In a pool that has no room for all of a sequence in all layers. What goes on from its end finds it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
-from operator import attrgetter
+from operator import attrgetter, gt
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.groups import Windows, key_of, keys_of_all, largest_chunk, most_held, parent_of, reach, stand_in
@@ -272,6 +272,10 @@ class KVManager:
             self._publish(sequence, full)
         if self._windowed and not (sequence.branching or sequence.moving):
             self._drop(sequence)
+
+    def outgrown(self, sequence: Sequence) -> bool:
+        """Whether it holds what has left its windows."""
+        return self._windowed and any(map(gt, sequence.seen_from(sequence.settled), sequence.dropped))
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back what has left the windows, as far as others may find it already. What is in flight does not look at

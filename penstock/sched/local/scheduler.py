@@ -477,18 +477,20 @@ class Scheduler:
         # a search begins anew when it is preempted, and brings nothing before its end
         for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone and not s.branching]:
             del self._alone[sequence.id]
+        preempted = False
         # and once more, as the policy of a step of others may have put one that is to run alone at the queue's head
         for alone in (not self._ran_alone, self._ran_alone, True):
-            builder = self._build_alone() if alone else self._build(delay)
+            builder = self._build_alone(admitting=not preempted) if alone else self._build(delay)
             if builder.grants:
                 self._ran_alone = alone
                 break
+            preempted |= builder.short
         return builder
 
-    def _build_alone(self) -> StepBuilder:
+    def _build_alone(self, *, admitting: bool) -> StepBuilder:
         """A step of the first of those that are to run alone: the next in the queue, or else one that runs."""
         builder = StepBuilder(self.limits.token_budget)
-        if self._waiting and self._waiting.head.id in self._alone:
+        if admitting and self._waiting and self._waiting.head.id in self._alone:
             self._admit(builder, Allowance([]), self._waiting.head)
         for sequence in [s for s in self._alone.values() if s in self._running]:
             if builder.grants:
@@ -633,7 +635,7 @@ class Scheduler:
             told = sequence.pool(result.pooled[sequence.id])
         else:
             told = self._append(sequence, run, logprobs) if run else None
-        if sequence.computed // BLOCK_TOKENS != sequence.published:
+        if sequence.computed // BLOCK_TOKENS != sequence.published or self.kv.outgrown(sequence):
             self.kv.publish(sequence)
         return told
 
