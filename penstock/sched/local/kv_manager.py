@@ -27,6 +27,7 @@ class KVManager:
 
     Attributes:
         limits: of steps, now.
+        windowed: whether any group of layers has a window.
         pinned: how often each block is held for fetches (`sched.local.handoff.fetches`).
     """
 
@@ -41,7 +42,7 @@ class KVManager:
     ) -> None:
         self.pool, self.offload, self.limits = pool, offload, limits
         self._prefix_cache, self._in_flight = prefix_cache, in_flight
-        self.windows, self._windowed = windows, windows != (None,) * len(windows)
+        self.windows, self.windowed = windows, windows != (None,) * len(windows)
         self.pinned: Counter[int] = Counter()
         self._largest = largest_chunk(windows, limits.max_model_len, pool.num_blocks)
         assert self._largest, "the longest sequence does not fit the pool"
@@ -270,12 +271,12 @@ class KVManager:
         full = sequence.findable // BLOCK_TOKENS
         if full != sequence.published and self._prefix_cache:
             self._publish(sequence, full)
-        if self._windowed and not (sequence.branching or sequence.moving):
+        if self.windowed and not (sequence.branching or sequence.moving):
             self._drop(sequence)
 
     def outgrown(self, sequence: Sequence) -> bool:
         """Whether it holds what has left its windows."""
-        return self._windowed and any(map(gt, sequence.seen_from(sequence.settled), sequence.dropped))
+        return any(map(gt, sequence.seen_from(sequence.settled), sequence.dropped))
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back what has left the windows, as far as others may find it already. What is in flight does not look at

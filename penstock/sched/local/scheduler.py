@@ -635,8 +635,9 @@ class Scheduler:
             told = sequence.pool(result.pooled[sequence.id])
         else:
             told = self._append(sequence, run, logprobs) if run else None
-        if sequence.computed // BLOCK_TOKENS != sequence.published or self.kv.outgrown(sequence):
-            self.kv.publish(sequence)
+        kv = self.kv
+        if sequence.computed // BLOCK_TOKENS != sequence.published or (kv.windowed and kv.outgrown(sequence)):
+            kv.publish(sequence)
         return told
 
     def _append(self, sequence: Sequence, run: Items[int], logprobs: Items[TokenLogprobs] | None) -> TokenOutput:
