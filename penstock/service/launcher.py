@@ -359,8 +359,11 @@ class Launcher:
             return
         self._givers = givers
         beside = self._givers_file.with_suffix(".new")  # whoever reads it reads one of the two
-        beside.write_text(json.dumps(givers))
-        beside.replace(self._givers_file)
+        try:
+            beside.write_text(json.dumps(givers))
+            beside.replace(self._givers_file)
+        except OSError as error:
+            log.warning("engines that start are not told who gives weights: %s", error)
 
     def _be_refused(self, why: str, now: float) -> None:
         if self._refused_since is None or now - self._refused_since > 2 * REFUSED_FOR:
