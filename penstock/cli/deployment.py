@@ -129,7 +129,7 @@ SCHEDULING_POLICY = Option(
 )
 OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
 PEER_WEIGHTS = Option(
-    "peer-weights", switch, True, "map the weights of a running instance of this host at a start, where there is one"
+    "peer-weights", switch, True, "take the weights of a running instance at a start: mapped on one host, else over TCP"
 )
 ENGINE = (*(OWN.get(option.name, option) for option in ENGINE_OPTIONS), PEER_WEIGHTS)
 GROUP = (

@@ -10,8 +10,10 @@ JSON:
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     kv_pool             the socket of the host's KV pool server; null for memory of its own
-    weights             {"address", "folder"}: where it gives its weights, and where others of this host do; null where
-                        it neither gives nor takes any
+    weights             {"address", "folder", "public"}: where it gives its weights, and where others of this host do;
+                        public is null, or {"address", "givers", "joins", "tls"}: the same for other hosts, the file of
+                        those of them that give any, and whether its launcher has yet to hear of them; null where it
+                        neither gives nor takes any
     transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     warm                whether all was imported before, as by `cli.warm`
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engine")
 FROM_PEERS = ("map", "tcp")  # of `nn.loader.Source`
+GIVERS_WITHIN = 3.0  # seconds in which a launcher that joins hears from its master who gives weights
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
 # in its first hour. Both read their variable at the first product.
@@ -85,6 +88,7 @@ def main(settings: dict[str, Any]) -> int:
             stack.callback(built.engine.close)
             transport = open_way(settings, incarnation, built, stack)
             orphans = find_orphans(built, stack) if transport is not None else None
+            ready = introduce(settings, incarnation, built, transport, peers)
         except ConfigError as error:
             if settings.get("shown_as"):  # in a deployment, whose file spells settings as they are
                 log.error("%s", error)
@@ -96,9 +100,6 @@ def main(settings: dict[str, Any]) -> int:
         except (Unavailable, RankFailed) as error:
             log.error("%s", error)
             return 1
-        ready = introduce(settings, incarnation, built, transport, peers)
-        if peers is not None:
-            peers.serve(ready.device_model)
         server = stack.enter_context(closing(listen(settings, clock)))
         heartbeat = Heartbeat(Path(settings["heartbeat"]), ready.device)
         collect_rarely()
@@ -152,11 +153,15 @@ def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager 
     place = settings.get("weights")
     if place is None:
         return None
-    from penstock.engine.weights import Source, WeightManager
+    from penstock.engine.weights import Neighbours, WeightManager
 
-    others = sorted(Path(place["folder"]).glob("*.weights"))
-    sources = [Source(path.stem, f"unix:{path}") for path in others if f"unix:{path}" != place["address"]]
-    manager = WeightManager([place["address"]], sources)
+    own, folder, public = place["address"], Path(place["folder"]), place["public"]
+    if public is None:
+        manager = WeightManager([own], Neighbours(own, folder))
+    else:
+        neighbours = Neighbours(own, folder, Path(public["givers"]), GIVERS_WITHIN if public["joins"] else 0.0)
+        secret = os.environ.get("PENSTOCK_CLUSTER_SECRET")
+        manager = WeightManager([own, public["address"]], neighbours, secret, public["tls"])
     stack.callback(manager.close)
     return manager
 
@@ -226,11 +231,12 @@ def introduce(
     transport: KVTransport | None,
     peers: WeightManager | None = None,
 ) -> Ready:
+    """What others are to know. From now on weights are given. Raises ConfigError."""
     from penstock.core.wire.engine import Peer, Ready
     from penstock.engine.modelled import BuiltModelled
 
     scheduler, loaded = built.engine.scheduler, None if isinstance(built, BuiltModelled) else built.worker.loaded
-    measured = None if peers is None else peers.device
+    device = (None if peers is None else peers.device) or device_model(built)
     weights_from: str = "" if loaded is None else loaded.source
     if settings.get("warm") and weights_from in FROM_PEERS:
         weights_from = "warm"
@@ -250,11 +256,12 @@ def introduce(
         max_sequences=scheduler.limits.max_sequences,
         embedding_size=built.runner.embedding_size,
         generates=built.runner.generates,
-        device_model=measured or device_model(built),
+        device_model=device,
         shape=built.shape,
         kv_pool="" if built.pool is None else built.pool.name,
         weights_from=weights_from,
         weights_seconds=0.0 if loaded is None else loaded.seconds,
+        weights_at="" if peers is None else peers.serve(device),
     )
 
 

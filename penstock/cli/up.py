@@ -116,7 +116,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
     from penstock.obs.logs import setup_logging
     from penstock.service.checkpoint import fingerprint
     from penstock.service.launcher import Launcher
-    from penstock.service.programs import master_address, plan
+    from penstock.service.programs import GIVERS, master_address, plan
     from penstock.service.supervisor import Supervisor
 
     server = deployment.server
@@ -166,6 +166,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             registry=cluster.registry if cluster is not None else None,
             engines=engines,
             warm=deployment.warm_pool,
+            givers=None if cluster is None else folder / GIVERS,
         )
         if master is not None:  # the deployment was begun elsewhere
             return launcher.run()

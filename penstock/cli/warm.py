@@ -2,7 +2,7 @@
 
 Its standard input is a socket to the launcher (`service.warm`). It imports what engines need, writes a byte, and reads
 a line: the settings of `cli.engine`, and with them the descriptor of a public socket if there is one. It is that engine
-from then on. It ends where no line comes, as when its launcher has ended.
+from then on, and its command line looks like it. It ends where no line comes, as when its launcher has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import socket
 import sys
 from typing import Any
 
+from setproctitle import setproctitle
+
 from penstock.cli.engine import keep_few_kernels, main
+from penstock.service.warm import ENGINE, WARM
 
 STDIN = 0
 PART = 1 << 16  # bytes
@@ -56,6 +59,7 @@ def receive(link: socket.socket) -> dict[str, Any] | None:
 
 def run() -> int:
     """Returns what `engine.main` does, and 0 where this was never one."""
+    setproctitle(" ".join(WARM).rstrip())  # moves the environment: libraries that are imported later may point into it
     prepare()
     with socket.socket(fileno=os.dup(STDIN)) as link:
         with contextlib.suppress(OSError):  # it was taken before, or its launcher has ended
@@ -63,6 +67,7 @@ def run() -> int:
         settings = receive(link)
     if settings is None:
         return 0
+    setproctitle(" ".join((*ENGINE, json.dumps(settings))))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), STDIN)
     return main(settings)

@@ -20,6 +20,7 @@ from typing import Any
 from penstock.core.errors import PenstockError, Unavailable
 
 KEPT = 30  # lines of the log that an error shows
+PART = re.compile(r" -m penstock\.cli\.(\w+) (\{.*\})")  # of a deployment, in its command line
 LOOK = 0.05  # seconds
 STOPPING = 60.0  # seconds until the last line of a launcher that has ended is read
 EXPECTED = ("penstock.core.errors.EngineFailure", "penstock.core.errors.Unavailable")  # what clients are told as well
@@ -34,11 +35,10 @@ def told(launcher: int) -> dict[int, tuple[str, dict[str, Any]]]:
     found = {}
     for pid in children:
         with contextlib.suppress(OSError, ValueError):  # it has gone, or is just beginning
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "-m" in words:  # not between fork and exec, and no zombie
-                settings = json.loads(words[words.index("-m") + 2])
-                module = words[words.index("-m") + 1].rpartition(".")[2]
-                found[int(pid)] = (settings.get("name") or module.replace("_", "-"), settings)
+            line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")  # one word, where a process has set it
+            if part := PART.search(line):  # not between fork and exec, and no zombie
+                settings = json.loads(part[2])
+                found[int(pid)] = (settings.get("name") or part[1].replace("_", "-"), settings)
     return found
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +23,7 @@ from penstock.transfer.weights import Landing, WeightServer, ask_to_map, check, 
 
 log = logging.getLogger("penstock.weights")
 DIGESTS = 4.0  # seconds to wait for digests of weights that were just loaded
+LOOK = 0.02  # seconds between two looks for a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,31 @@ class Source:
     @property
     def here(self) -> bool:
         return self.address.startswith("unix:")
+
+
+class Neighbours:
+    """Engines that may have the weights, as they are known when one asks: first those of this host.
+
+    Args:
+        own: address of the engine that asks.
+        folder: in which those of this host have their sockets.
+        givers: the file in which a launcher keeps those of other hosts, name -> address; None without other hosts.
+        within: seconds in which it comes, where it may be on its way.
+    """
+
+    def __init__(self, own: str, folder: Path, givers: Path | None = None, within: float = 0.0) -> None:
+        self._own, self._folder, self._givers = own, folder, givers
+        self._by = time.monotonic() + within
+
+    def __iter__(self) -> Iterator[Source]:
+        for path in sorted(self._folder.glob("*.weights")):
+            if f"unix:{path}" != self._own:
+                yield Source(path.stem, f"unix:{path}")
+        if self._givers is not None:
+            while not self._givers.exists() and time.monotonic() < self._by:
+                time.sleep(LOOK)
+            if self._givers.exists():
+                yield from (Source(name, where) for name, where in json.loads(self._givers.read_text()).items())
 
 
 class Offer:
@@ -73,7 +102,7 @@ class WeightManager:
 
     Args:
         addresses: where others are given this engine's weights, as `WeightServer` has them.
-        sources: in the order in which they are asked.
+        sources: in the order in which they are asked; looked at anew each time.
         secret: of the deployment.
         tls: arguments of `TLS`; None without.
 
@@ -87,7 +116,7 @@ class WeightManager:
     def __init__(
         self,
         addresses: Sequence[str],
-        sources: Sequence[Source] = (),
+        sources: Iterable[Source] = (),
         secret: str | None = None,
         tls: Mapping[str, Any] | None = None,
     ) -> None:

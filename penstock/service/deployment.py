@@ -626,6 +626,10 @@ class _Parser:
             for name in ("cpus", "resources"):
                 if name in spots and not ray:
                     self.file.complain(spots[name], f"{spots[name].shown}, allowed only with launcher ray")
+            if "peer-weights" in spots and group.options.get("peer_weights") and (ray or not group.shares_weights):
+                where = "with launcher ray" if ray else _whose_memory(group)
+                why = f"allowed {where} is false: group {group.name!r} has its weights from disk"
+                self.file.complain(spots["peer-weights"], f"{spots['peer-weights'].shown}, {why}")
             if ray and group.adopted:
                 self.file.complain(spots["url"], f"{spots['url'].shown}, allowed is nothing with launcher ray: it runs")
             if ray and _kind(group.device) == "cuda" and group.device != "cuda":
@@ -685,10 +689,14 @@ def _can_be_linked(groups: Sequence[Group]) -> bool:
 
 
 def _not_on(group: Group, what: str) -> str:
-    where = f"spread over {group.ranks} ranks" if group.ranks > 1 else f"on {group.device}"
+    return f"{what} holds blocks in the host's memory, and group {group.name!r} has them {_whose_memory(group)}"
+
+
+def _whose_memory(group: Group) -> str:
+    """Where a group has what it keeps, that has it not in one piece of the host's memory."""
     if group.adopted:
-        where = "in a server of another kind"
-    return f"{what} holds blocks in the host's memory, and group {group.name!r} has them {where}"
+        return "in a server of another kind"
+    return f"spread over {group.ranks} ranks" if group.ranks > 1 else f"on {group.device}"
 
 
 def _kind(device: str) -> str:

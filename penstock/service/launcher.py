@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
@@ -119,6 +121,8 @@ class Launcher:
             for a whole deployment.
         engines: where these run; None for this machine, as the others do.
         warm: processes of this machine that wait to become engines.
+        givers: file in which engines that start read of instances on other hosts that may give them weights, as JSON;
+            None where there are no such hosts.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class Launcher:
         registry: str | None = None,
         engines: Spawner | None = None,
         warm: int = 0,
+        givers: Path | None = None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock = supervisor, clock
@@ -162,6 +167,8 @@ class Launcher:
         self._candidates: dict[str, str] = {}  # programs on trial -> how they ended; "" while they run
         self._leaving: set[str] = set()  # instances that are to drain
         self._engines_ended: deque[tuple[float, EngineEnded]] = deque()  # the latest, and when that was seen
+        self._givers_file = givers
+        self._givers: Mapping[str, str] | None = None  # what is in it
         self.ready: Sequence[str] = ()  # what the master gives requests to, as it said last
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
@@ -320,9 +327,10 @@ class Launcher:
         for said in self._wire.read(master):
             self._heard = now
             match said:
-                case HostTaken(ready=ready):
+                case HostTaken(ready=ready, givers=givers):
                     self.ready = ready
                     self._be_taken(master)
+                    self._pass_on(givers)
                 case StartInstance(name=name) if name in self._programs:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
@@ -345,6 +353,17 @@ class Launcher:
         if self._drain is not None and (self._warned or not self._taken):
             log.info("the master at %s has taken this host's instances", master)
         self._taken, self._warned = True, False
+
+    def _pass_on(self, givers: Mapping[str, str]) -> None:
+        if self._givers_file is None or givers == self._givers:
+            return
+        self._givers = givers
+        beside = self._givers_file.with_suffix(".new")  # whoever reads it reads one of the two
+        try:
+            beside.write_text(json.dumps(givers))
+            beside.replace(self._givers_file)
+        except OSError as error:
+            log.warning("engines that start are not told who gives weights: %s", error)
 
     def _be_refused(self, why: str, now: float) -> None:
         if self._refused_since is None or now - self._refused_since > 2 * REFUSED_FOR:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+from zlib import crc32
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.engine import LEASE, Role
@@ -13,6 +14,7 @@ from penstock.core.wire.master import HostRefused, HostReport, HostTaken, StartI
 from penstock.service.registry import LocalRegistry
 
 log = logging.getLogger("penstock.master")
+GIVERS = 8  # instances that a launcher is told of, of however many give weights
 AGAIN = 5.0  # seconds after which an instance that has not been started is to be started once more
 
 
@@ -44,6 +46,7 @@ class Launchers:
         registry: gets the instances of launchers that are heard; None when these register elsewhere.
         tell: sends a message to a launcher.
         ready: instances that are given requests.
+        givers: those that give weights to other hosts -> where.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class Launchers:
         registry: LocalRegistry | None,
         tell: Callable[[bytes, ToLauncher], None],
         ready: Callable[[], list[str]] = list,
+        givers: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        self._registry, self._tell, self._ready = registry, tell, ready
+        self._registry, self._tell, self._ready, self._givers = registry, tell, ready, givers
         self._hosts: dict[str, _Host] = {}
         self._to_start: dict[str, tuple[float, StartInstance]] = {}  # by instance, with when that was said
         self._now = 0.0
@@ -63,7 +67,7 @@ class Launchers:
             log.warning("the instances of %s are not taken: %s", said.host, why)
             self._tell(sender, HostRefused(why))
             return
-        self._tell(sender, HostTaken(self._ready()))
+        self._tell(sender, HostTaken(self._ready(), self._givers_to(said)))
         before = self._hosts.get(said.host)
         self._hosts[said.host] = _Host(sender, now, said)
         if self._registry is not None:
@@ -76,6 +80,13 @@ class Launchers:
                         self._registry.remove(endpoint.name, f"{said.host} has stopped it")
         for endpoint in said.instances:
             self._remind(sender, endpoint.name, stopped=endpoint.state == "stopped")
+
+    def _givers_to(self, said: HostReport) -> dict[str, str]:
+        """Not the same first ones to every launcher: many may start engines at once."""
+        mine = {endpoint.name for endpoint in said.instances}
+        givers = {name: where for name, where in self._givers().items() if name not in mine}
+        order = sorted(givers, key=lambda name: crc32(f"{said.host} {name}".encode()))
+        return {name: givers[name] for name in order[:GIVERS]}
 
     def _objection(self, said: HostReport) -> str:
         """Why its instances cannot be part of the deployment; "" when they can."""

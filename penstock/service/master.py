@@ -687,6 +687,11 @@ class Master:
             return "suspect"
         return "draining" if session.drains else "sleeping" if session.sleeps else "ready"
 
+    def givers(self, now: float) -> dict[str, str]:
+        """Every instance that serves and gives its weights to other hosts -> where."""
+        ready = (s for s in self._sessions.values() if self._state(now, s) == "ready")
+        return {session.name: session.ready.weights_at for session in ready if session.ready.weights_at}
+
     def overview(self, now: float) -> Overview:
         """How the deployment does; what was decided, the recorder knows."""
         rates = self._rates.rates(now)

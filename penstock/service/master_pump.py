@@ -344,7 +344,7 @@ class Desk:
         for address in addresses:
             self._socket.bind(address)
         self._inbox = Inbox(self._socket, self._answer)
-        self._launchers = Launchers(registry if registers else None, self._send, self._ready)
+        self._launchers = Launchers(registry if registers else None, self._send, self._ready, self._givers)
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
         if not registers:
             self._roll.complete()
@@ -363,6 +363,9 @@ class Desk:
     def _ready(self) -> list[str]:
         states = self._pump.master.states(self._pump.clock.now())
         return [name for name, state in states.items() if state == "ready"]
+
+    def _givers(self) -> dict[str, str]:
+        return self._pump.master.givers(self._pump.clock.now())
 
     def close(self) -> None:
         self._inbox.close()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.service.deployment import Deployment, Group
 
 KV_POOL = "kv-pool"  # name of that process, and of its socket
+GIVERS = "givers"  # file in which the launcher tells engines who of other hosts may give them weights
 
 
 def plan(
@@ -60,7 +61,7 @@ def plan(
     places = [(group, name) for group in deployment.groups for name in group.instances]
     for number, (group, instance) in enumerate(places):
         name = instance if names is None else names[instance]
-        settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None)
+        settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None, master is not None)
         settings["options"] = engine_fields(group, number)
         programs.append(program(name, "engine", settings, starts=instance not in group.spares, **more))
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
@@ -84,7 +85,7 @@ def plan(
 
 
 def _engine(
-    deployment: Deployment, group: Group, name: str, folder: Path, door: socket.socket | None
+    deployment: Deployment, group: Group, name: str, folder: Path, door: socket.socket | None, joins: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of an instance's process, but for its engine's options, and what its `Program` has beside them."""
     rayed = deployment.ray is not None
@@ -93,8 +94,7 @@ def _engine(
     settings: dict[str, Any] = {**place, "name": name, "shown_as": name, "lease_s": deployment.lease, "public": None}
     settings["kv_pool"] = str(folder / KV_POOL) if pooled else None
     settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
-    shares = group.shares_weights and not rayed
-    settings["weights"] = {"address": f"unix:{folder / name}.weights", "folder": str(folder)} if shares else None
+    settings["weights"] = _weights(deployment, folder, name, joins) if group.shares_weights and not rayed else None
     more: dict[str, Any] = {**place, "socket": folder / name, "devices": group.ranks}
     more["needs"] = KV_POOL if pooled else None
     more["module"] = "adopted" if group.adopted else None
@@ -138,6 +138,15 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
     kind, host = deployment.transport.kind, "127.0.0.1" if deployment.cluster is None else deployment.cluster.host
     address = f"unix:{path}" if kind == "shared" else f"tcp:{host}:0"
     return {"kind": kind, "address": address, "tls": deployment.transport.tls, "faults": deployment.transport.faults}
+
+
+def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> dict[str, Any]:
+    places = {"address": f"unix:{folder / name}.weights", "folder": str(folder)}
+    if deployment.cluster is None:
+        return {**places, "public": None}
+    tls = None if deployment.transport is None else deployment.transport.tls
+    told = {"givers": str(folder / GIVERS), "joins": joins, "tls": tls}
+    return {**places, "public": {"address": f"tcp:{deployment.cluster.host}:0", **told}}
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from penstock.service.supervisor import Program
 
 log = logging.getLogger("penstock.launcher")
 ENGINE = (sys.executable, "-m", "penstock.cli.engine")  # how the command line begins of what one can become
-WARM = (sys.executable, "-m", "penstock.cli.warm")
+ROOM = " " * 4096  # a process can only show a command line that is not longer than its own; Linux shows so much
+WARM = (sys.executable, "-m", "penstock.cli.warm", ROOM)
 AGAIN = 10.0  # seconds from the end of one that nobody took until it is replaced
 
 

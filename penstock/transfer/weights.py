@@ -9,9 +9,11 @@ and the next one goes on behind them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
+import select
 import selectors
 import socket
 import ssl
@@ -56,6 +58,8 @@ PATIENCE = 5.0  # seconds without progress
 AT_ONCE = 16  # who are given weights; more are sent to other sources
 AHEAD = 4  # blocks that have arrived and are not compared yet
 SENT_AT_ONCE = 1 << 20  # bytes under TLS, which are copied
+PIPED = 1 << 20  # bytes; what Linux allows everybody
+POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 Link = socket.socket | ssl.SSLSocket
 
@@ -308,20 +312,22 @@ class Landing:
         self.weights: Weights | None = None
         self.right = 0
         self.fd = -1
-        self._memory: mmap.mmap | None = None
 
     def pull(self, address: str, key: str, secret: str | None = None, tls: TLS | None = None) -> Weights:
         """Returns when all are there. Raises Unavailable; then another source may go on."""
-        with _asked(address, key, False, secret, tls) as (link, weights):
+        with _asked(address, key, False, secret, tls) as (link, weights), _Pipe() as pipe:
+            self._prepare(weights)
             comparing: deque[Future[int]] = deque()
-            views = _Views(self._prepare(weights))
-            with contextlib.closing(views), ThreadPoolExecutor(1, "weight-digests") as pool:
+            with ThreadPoolExecutor(1, "weight-digests") as pool:
                 _say(link, SendFrom(self.right))
                 try:
-                    for number in range(self.right, len(weights.digests)):
-                        block = views.block(number)
-                        _fill(link, block)
-                        comparing.append(pool.submit(xxh3_64_intdigest, block))
+                    for start in range(self.right * BLOCK, weights.bytes, BLOCK):
+                        stop = min(start + BLOCK, weights.bytes)
+                        if isinstance(link, ssl.SSLSocket):
+                            _write(link, self.fd, start, stop)
+                        else:
+                            pipe.move(link, self.fd, start, stop)
+                        comparing.append(pool.submit(_digest, self.fd, start, stop))
                         if len(comparing) == AHEAD:
                             self._compare(comparing, weights)
                 finally:
@@ -336,15 +342,12 @@ class Landing:
             raise Unavailable(_corrupt(self.right, weights))
         self.right += 1
 
-    def _prepare(self, weights: Weights) -> memoryview:
+    def _prepare(self, weights: Weights) -> None:
         if self.weights is None or (self.weights.digests, self.weights.weights) != (weights.digests, weights.weights):
             self.close()
             self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, weights.bytes)
-            self._memory = mmap.mmap(self.fd, weights.bytes)
             self.weights, self.right = weights, 0
-        assert self._memory is not None
-        return memoryview(self._memory)
 
     def take(self) -> int:
         """The memory's file descriptor, which is the caller's then; nobody can write to it any more."""
@@ -356,29 +359,60 @@ class Landing:
         return fd
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
         self.weights, self.right = None, 0
 
 
-class _Views:
-    """Parts of a view that have to be released before what they are of can be closed."""
+class _Pipe:
+    """From a socket to a file without a copy in this process: nor are the file's pages cleared, and mapped one by one,
+    before they are written."""
 
-    def __init__(self, whole: memoryview) -> None:
-        self._whole = whole
-        self._parts: list[memoryview] = []
+    def __enter__(self) -> _Pipe:
+        self._out, self._in = os.pipe()
+        with contextlib.suppress(OSError):  # a user may have so many large ones
+            fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, PIPED)
+        return self
 
-    def block(self, number: int) -> memoryview:
-        self._parts.append(self._whole[number * BLOCK : (number + 1) * BLOCK])
-        return self._parts[-1]
+    def __exit__(self, *_: object) -> None:
+        os.close(self._out)
+        os.close(self._in)
 
-    def close(self) -> None:
-        for part in (*self._parts, self._whole):
-            part.release()
+    def move(self, sock: socket.socket, fd: int, start: int, stop: int) -> None:
+        """Raises EOFError, OSError."""
+        ready = select.poll()
+        ready.register(sock, select.POLLIN)
+        while start < stop:
+            try:
+                piped = os.splice(sock.fileno(), self._in, min(PIPED, stop - start))
+            except BlockingIOError:
+                if not ready.poll(PATIENCE * 1e3):
+                    raise TimeoutError(f"it has sent nothing for {PATIENCE:g} s") from None
+                continue
+            if not piped:
+                raise EOFError("it hung up")
+            arrived = start + piped
+            while start < arrived:
+                start += os.splice(self._out, fd, arrived - start, offset_dst=start)
+
+
+def _write(link: Link, fd: int, start: int, stop: int) -> None:
+    """What has to pass this process, as under TLS. Raises EOFError, OSError."""
+    buffer = memoryview(bytearray(min(SENT_AT_ONCE, stop - start)))
+    while start < stop:
+        count = link.recv_into(buffer[: stop - start])
+        if not count:
+            raise EOFError("it hung up")
+        part = buffer[:count]
+        while part:
+            written = os.pwrite(fd, part, start)
+            start, part = start + written, part[written:]
+
+
+def _digest(fd: int, start: int, stop: int) -> int:
+    with mmap.mmap(fd, stop - start, mmap.MAP_SHARED | POPULATE, mmap.PROT_READ, offset=start) as block:
+        return int(xxh3_64_intdigest(block))
 
 
 # --- frames on sockets that are waited for

@@ -1,4 +1,4 @@
-"""A deployment over three hosts, which are network namespaces: frontend and master, prefill, and decode."""
+"""A deployment over several hosts, which are network namespaces."""
 
 import contextlib
 import json
@@ -24,6 +24,7 @@ from tests.helpers.waiting import eventually
 pytestmark = pytest.mark.slow
 SLOW = PACED | {"slowdown": 3}
 TOKENS, PORT = 300, 7600
+LOADED = "weights_load_seconds"
 CUT = 10.0  # seconds without the cable
 
 
@@ -93,12 +94,41 @@ def test_three_hosts_serve_as_one_and_lose_no_token(kind, etcd, tmp_path):
         print({trouble: round(seconds, 1) for trouble, seconds in took.items()})
 
 
-def started(stack, folder, where, kind, members):
+REAL = {"weight-cache": False, "kv-cache-memory": "64M", "max-model-len": 512, "max-num-batched-tokens": 128}
+
+
+@pytest.mark.parametrize("kind", ["tcp", pytest.param(TLS, marks=NEEDS_OPENSSL)])
+def test_engines_of_another_host_have_their_weights_from_one_that_runs(kind, tmp_path):
+    if why := network.why_not():
+        pytest.skip(why)
+
+    def source(name):
+        return [s for s in ("map", "tcp", "warm", "checkpoint") if up.metric(LOADED, engine=name, source=s) > 0]
+
+    with network.hosts(2) as (first, second), contextlib.ExitStack() as stack:
+        up, join = started(stack, tmp_path, first, kind, None, engine=REAL, instances=[{}])
+        up.urls = [up.wait_for(READY)[1].replace("0.0.0.0", first.address)]
+        eventually(lambda: "engine-0" in ready(up), 90, up.log)
+        other = join(second, instances=[{"name": "other"}], engine=REAL, **{"warm-pool": 1})
+        eventually(lambda: "other-0" in ready(up), 90, other.log)
+        assert (source("engine-0"), source("other-0")) == (["checkpoint"], ["tcp"])
+        other.wait_for("is warm")
+        kill(other, "other-0")
+        eventually(lambda: source("other-0") == ["warm"], 60, other.log)
+        kill(up, "engine-0")  # nobody else is on its host
+        eventually(lambda: source("engine-0") == ["tcp"], 60, up.log)
+        assert "weights are there after" in "".join(up.lines)
+        other.process.kill()  # and nobody is told
+        kill(up, "engine-0")
+        eventually(lambda: source("engine-0") == ["checkpoint"], 60, up.log)
+
+
+def started(stack, folder, where, kind, members, **more):
     """The deployment, begun on a host; and what has others join it, with files that give no more than they need."""
     transport = {"kind": "tcp", "tls": certificate()} if kind == TLS else {"kind": kind}
     common = {"model": "demo", "policy": "least_loaded", "transport": transport}
     run = partial(begin, stack, folder, {} if members is None else {"registry": members.address})
-    up = run("up", where, host="0.0.0.0", **{"api-key": ["k"]}, **common)
+    up = run("up", where, host="0.0.0.0", **{"api-key": ["k"]}, **common, **more)
     if members is None:
         return up, partial(run, f"join {where.address}:{PORT}", **common)
     up.wait_for("this master leads")  # what is common is known by then

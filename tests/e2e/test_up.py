@@ -339,6 +339,7 @@ def test_a_warm_process_takes_the_place_of_a_killed_engine_and_no_other_outlives
         warm = int(up.wait_for(r"process (\d+) is warm").group(1))
         up.kill("engine-1")
         up.wait_for(f"engine-1 is process {warm}, of the warm pool")
+        eventually(lambda: up.pids().get("engine-1") == warm and up.settings("engine-1")["role"] == "any")
         other = int(up.wait_for(r"process (\d+) is warm").group(1))
         eventually(lambda: up.metric("instance_starts_total", path="warm") == 1, 60, up.log)
         eventually(lambda: up._ready(0) == {"engine-0", "engine-1"}, 60, up.log)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import socket
@@ -16,7 +17,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.engine.build import EngineOptions, build_engine
-from penstock.engine.weights import Source, WeightManager
+from penstock.engine.weights import Neighbours, Source, WeightManager
 from penstock.nn import native
 from penstock.nn.image import parts
 from penstock.nn.loader import image_key, load
@@ -220,6 +221,22 @@ def test_under_tls(checkpoint, running, monkeypatch):
     assert loaded.source == "tcp"
     assert same(loaded.model, first.model)
     assert running("third", checkpoint, [there])[0].source == "checkpoint"
+
+
+def test_engines_of_this_host_are_asked_first_and_then_those_that_the_launcher_has_heard_of(checkpoint, running):
+    first, here, there = running("first", checkpoint)
+    folder = Path(here.address.removeprefix("unix:")).parent
+    givers, dead = folder / "givers", Source("dead", "tcp:127.0.0.1:1")
+    neighbours = Neighbours("unix:/own", folder, givers, within=60.0)
+    late = threading.Timer(0.1, givers.write_text, [json.dumps({each.name: each.address for each in (dead, there)})])
+    late.start()  # as of a launcher that has just joined
+    loaded, own, _ = running("new", checkpoint, neighbours)
+    assert (loaded.source, loaded.image.giver) == ("tcp", "first")
+    assert same(loaded.model, first.model)
+    os.link(own.address.removeprefix("unix:"), folder / "mate.weights")
+    assert list(neighbours) == [Source("mate", f"unix:{folder}/mate.weights"), dead, there]
+    assert list(Neighbours(f"unix:{folder}/mate.weights", folder)) == []
+    assert running("third", checkpoint, neighbours)[0].source == "map"
 
 
 def test_a_source_that_stands_still_is_left(checkpoint, running, monkeypatch):

@@ -275,6 +275,15 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "up.yaml:5: kv-pool: a section, allowed is nothing with launcher ray",
         ),
         (
+            SMALLEST + "    tensor-parallel-size: 2\nengine: {peer-weights: true}",
+            "up.yaml:5: engine.peer-weights: 'true', allowed spread over 2 ranks is false: group 'engine' has its "
+            "weights from disk",
+        ),
+        (
+            SMALLEST + "    peer-weights: true\nlauncher: ray",
+            "up.yaml:4: instances[0].peer-weights: 'true', allowed with launcher ray is false: group 'engine'",
+        ),
+        (
             SMALLEST + "launcher: ray\ntransport: {kind: shared}",
             "up.yaml:5: transport.kind: 'shared', allowed with launcher ray is tcp or mooncake: its nodes share no",
         ),

@@ -258,6 +258,21 @@ def test_what_copies_blocks_takes_a_free_port(kind):
     assert told["decode-0"]["transport"] == {"kind": kind, "address": "tcp:127.0.0.1:0", "tls": None, "faults": None}
 
 
+def test_weights_are_given_to_other_hosts_where_there_are_some():
+    text = "model: demo\ninstances: [{}]\n"
+    told, _, _ = settings(parse("up.yaml", text, TABLES))
+    assert told["engine-0"]["weights"] == {
+        "address": "unix:/run/p/engine-0.weights",
+        "folder": "/run/p",
+        "public": None,
+    }
+    told, _, _ = settings(parse("up.yaml", text + "cluster: {host: 127.0.0.2}", TABLES))
+    public = {"address": "tcp:127.0.0.2:0", "givers": "/run/p/givers", "joins": False, "tls": None}
+    assert told["engine-0"]["weights"]["public"] == public
+    told, _, _ = settings(parse("up.yaml", text + "cluster: {}\nengine: {peer-weights: false}", TABLES))
+    assert told["engine-0"]["weights"] is None
+
+
 def test_on_a_gpu_there_is_no_kv_pool_server_and_no_transport():
     told, programs, _ = settings(parse("up.yaml", "model: demo\ninstances: [{device: cuda}]", TABLES))
     assert list(told) == ["engine-0", "master", "frontend-0"]
@@ -506,10 +521,12 @@ def test_a_host_that_joins_says_whether_the_master_takes_it(answers, tmp_path, c
         if answers:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
                 router.bind(address)
-                router.send_multipart([router.recv_multipart()[0], encode(HostTaken())])
+                router.send_multipart([router.recv_multipart()[0], encode(HostTaken(givers=givers))])
                 eventually(lambda: f"the master at {address} has taken this host's instances" in caplog.text)
+                eventually(lambda: lines(file) == ['{"e": "tcp:there:1"}'])
         terminate()
 
     began = time.monotonic()
-    assert launch([shell("frontend-0", STAY)], drive, master=address, drain=30.0) == 0
+    givers, file = {"e": "tcp:there:1"}, tmp_path / "givers"
+    assert launch([shell("frontend-0", STAY)], drive, master=address, drain=30.0, givers=file) == 0
     assert time.monotonic() - began < 15

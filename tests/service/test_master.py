@@ -156,11 +156,12 @@ def test_a_decoder_is_charged_before_it_hears_of_the_request():
 
 
 def test_silent_and_draining_instances_get_no_work():
-    cluster = Cluster("a0", "a1")
+    cluster = Cluster("a0", "a1", weights_at="tcp:there:1")
     cluster.now = SUSPECT_AFTER + 0.1
     cluster.snap("a1")
     assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
     assert cluster.master.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
+    assert cluster.master.givers(cluster.now) == {"a1": "tcp:there:1"}
     cluster.snap("a0")
     cluster.snap("a1", 2, draining=True)
     assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a0"}

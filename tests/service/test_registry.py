@@ -9,7 +9,7 @@ from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import Endpoint, HostRefused, HostReport, HostTaken, Members, StartInstance, StopInstance
 from penstock.service import etcd
 from penstock.service.instances import InstanceJoined, InstanceLeft
-from penstock.service.launchers import AGAIN, Launchers
+from penstock.service.launchers import AGAIN, GIVERS, Launchers
 from penstock.service.master_pump import Roll
 from penstock.service.registry import LocalRegistry, ToldRegistry
 
@@ -89,12 +89,13 @@ def test_what_a_new_master_does_not_know_yet_has_not_left():
 
 class Hosts:
     def __init__(self):
-        self.registry, self.told, self.taken = LocalRegistry(), [], []
-        self.launchers = Launchers(self.registry, self._tell)
+        self.registry, self.told, self.taken, self.givers = LocalRegistry(), [], [], {}
+        self.launchers = Launchers(self.registry, self._tell, givers=lambda: self.givers)
 
     def _tell(self, sender, message):
         if isinstance(message, HostTaken):
             self.taken.append(sender)
+            self.told_givers = message.givers
         else:
             self.told.append((sender, message))
 
@@ -149,6 +150,23 @@ def test_the_launcher_of_an_instance_is_told_to_start_it_until_it_does():
     hosts.launchers.stop("a")
     hosts.report(3 * AGAIN, "one", stopped)
     assert hosts.told[2:] == [(b"one", StopInstance("a"))]
+
+
+def test_a_launcher_is_told_who_of_others_gives_weights():
+    hosts = Hosts()
+    hosts.givers = {"a": "tcp:one:1", "b": "tcp:two:2"}
+    hosts.report(0.0, "one", A)
+    assert hosts.told_givers == {"b": "tcp:two:2"}
+    hosts.report(0.0, "three", C)
+    assert hosts.told_givers == hosts.givers
+    hosts.givers = {f"e-{number}": f"tcp:{number}:1" for number in range(100)}
+    firsts = set()
+    for number in range(40):
+        hosts.report(0.0, f"host-{number}")
+        assert len(hosts.told_givers) == GIVERS
+        assert hosts.told_givers.items() <= hosts.givers.items()
+        firsts.add(next(iter(hosts.told_givers)))
+    assert len(firsts) > 10, "not all ask the same one"
 
 
 def test_an_etcd_that_is_not_there_is_named_in_time(monkeypatch):

@@ -23,6 +23,9 @@ from penstock.cli import warm
 warm.prepare = lambda: None
 def main(settings):
     fd = settings["public"] and socket.socket(fileno=settings["public"]["fd"]).getsockname()[1]
+    words = pathlib.Path("/proc/self/cmdline").read_text().rstrip("\\0")
+    whole = " ".join([sys.executable, "-m", "penstock.cli.engine", json.dumps(settings)])
+    assert words == whole[: max(4000, len(words))]  # Linux shows a page of it
     told = {"pid": os.getpid(), "warm": settings["warm"], "port": fd, "stdin": os.readlink("/proc/self/fd/0")}
     print("an engine's voice", file=sys.stderr, flush=True)
     pathlib.Path(settings["out"]).write_text(json.dumps(told))
@@ -34,7 +37,7 @@ sys.exit(warm.run())
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(warm, "WARM", (sys.executable, "-c", STAND_IN))
+    monkeypatch.setattr(warm, "WARM", (sys.executable, "-c", STAND_IN, warm.ROOM))
 
 
 @pytest.fixture

@@ -225,6 +225,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         weights_from: where its weights came from, as `nn.loader.Source` has it; "warm" where a process of the warm pool
             got them from a peer; "" where it has none.
         weights_seconds: that this took.
+        weights_at: where engines of other hosts are given its weights; "" where they are not.
     """
 
     peer: Peer
@@ -247,6 +248,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     kv_pool: str = ""
     weights_from: str = ""
     weights_seconds: float = 0.0
+    weights_at: str = ""
     protocol: int = PROTOCOL
 
 

@@ -496,9 +496,11 @@ class HostTaken(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         ready: instances of the deployment that are given requests.
+        givers: those of other launchers that may give its engines weights -> where, in the order to ask them.
     """
 
     ready: list[str] = []
+    givers: dict[str, str] = {}
 
 
 class HostRefused(msgspec.Struct, tag=True, frozen=True):
