@@ -5,9 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import pytest
+
+
+def _ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+NEEDS_IPV6 = pytest.mark.skipif(not _ipv6(), reason="this machine has no loopback with IPv6, ::1")
 
 
 @dataclass(frozen=True, slots=True)
