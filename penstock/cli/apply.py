@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.output import make_progress
 from penstock.cli.run_folder import PREFIX, temporary_folder
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.host_port import join_host_port
 from penstock.service.control import ask
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ def _find(file: str, host: str, port: int) -> Path:
     found = [folder for folder, address in runs if address == [host, port] or not port]
     if len(found) == 1:
         return found[0]
-    serving = ", ".join(f"{host}:{port}" for _, (host, port) in runs) or "none"
+    serving = ", ".join(join_host_port(*address) for _, address in runs) or "none"
     raise ConfigError(
-        f"{file}: port: {host}:{port}, allowed is where one of your deployments on this machine serves ({serving}); "
-        "--port gives another one than the file's",
+        f"{file}: port: {join_host_port(host, port)}, allowed is where one of your deployments on this machine serves "
+        f"({serving}); --port gives another one than the file's",
         "port",
     )
 

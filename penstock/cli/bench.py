@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli import bench_kernels, bench_offline
 from penstock.cli.options import add_flag, between, client_key, integer, number
 from penstock.core.errors import ConfigError
+from penstock.core.host_port import join_host_port
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -255,7 +256,7 @@ def _report(
 def _client(args: argparse.Namespace) -> Client:
     from penstock.bench.client import Client
 
-    url = args.base_url or f"http://{args.host}:{args.port}"
+    url = args.base_url or f"http://{join_host_port(args.host, args.port)}"
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url: {url}, allowed is http://HOST:PORT or https://HOST:PORT", "base_url")
     url = url.rstrip("/").removesuffix("/v1")

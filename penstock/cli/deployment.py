@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import re
 from math import inf
@@ -13,12 +12,13 @@ from urllib.parse import urlsplit
 from penstock.cli.options import Option, between, integer, number, one_of, switch, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
+from penstock.core.host_port import read_address, split_host_port
 from penstock.engine.poison import HOW, Poison
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment import Tables
-from penstock.service.etcd import ADDRESS as ETCD
+from penstock.service.etcd import read_etcd_address
 from penstock.service.policies import BUNDLES
 from penstock.transfer.faulty import MESSAGES
 
@@ -56,15 +56,15 @@ def device(name: str) -> str:
 
 def address(value: str) -> str:
     with contextlib.suppress(ValueError):
-        if not ipaddress.IPv4Address(value).is_unspecified:
-            return value
-    raise ValueError("an IPv4 address of this host, as the others reach it")
+        return read_address(value)
+    raise ValueError("an IPv4 or IPv6 address of this host, as the others reach it, without a zone")
 
 
 def etcd(value: str) -> str:
-    if not ETCD.fullmatch(value):
-        raise ValueError("etcd://HOST:PORT,HOST:PORT,.../NAME")
-    return value
+    with contextlib.suppress(ValueError):
+        read_etcd_address(value)
+        return value
+    raise ValueError("etcd://HOST:PORT,HOST:PORT,.../NAME")
 
 
 def file(value: str) -> str:
@@ -83,9 +83,10 @@ def poison(value: str) -> str:
 
 
 def head(value: str) -> str:
-    if not re.fullmatch(r"[^/:]+:\d{1,5}", value):
-        raise ValueError("HOST:PORT of a Ray cluster's head, of which this machine is a node")
-    return value
+    with contextlib.suppress(ValueError):
+        split_host_port(value)
+        return value
+    raise ValueError("HOST:PORT of a Ray cluster's head, of which this machine is a node")
 
 
 def resources(value: str) -> dict[str, float]:
@@ -98,8 +99,8 @@ def resources(value: str) -> dict[str, float]:
 
 
 def http_url(value: str) -> str:
-    parts = urlsplit(value)
     with contextlib.suppress(ValueError):
+        parts = urlsplit(value)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return value
     raise ValueError("http://HOST:PORT or https://HOST:PORT")

@@ -37,6 +37,7 @@ from penstock.cli.curve import curve_of
 from penstock.cli.options import in_flags
 from penstock.core.errors import ConfigError, RankFailed, Unavailable
 from penstock.core.garbage import collect_rarely
+from penstock.core.host_port import has_ipv6
 from penstock.obs.logs import setup_logging
 from penstock.obs.progress import byte_progress
 
@@ -68,6 +69,7 @@ MOONCAKE = {
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
     "MC_LOG_LEVEL": "WARNING",
 }
+MOONCAKE_IPV6 = "MC_USE_IPV6"  # without it Mooncake knows none
 
 
 def main(settings: dict[str, Any]) -> int:
@@ -196,6 +198,8 @@ def open_way(
     if way["kind"] == "mooncake":
         for variable, value in MOONCAKE.items():
             os.environ.setdefault(variable, value)
+        if has_ipv6(way["address"]):
+            os.environ.setdefault(MOONCAKE_IPV6, "1")
         if "PENSTOCK_CLUSTER_SECRET" in os.environ:
             log.warning("Mooncake's own ports ask for no secret: the network has to keep others from them")
     transport = open_transport(

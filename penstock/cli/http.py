@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.garbage import collect_rarely
+from penstock.core.host_port import join_host_port
 
 if TYPE_CHECKING:
     import uvicorn
@@ -78,7 +79,7 @@ def bind(host: str, port: int, named: str = "") -> socket.socket:
     except OSError as error:
         flag = "host" if isinstance(error, socket.gaierror) else "port"
         raise ConfigError(
-            f"{named or f'--{flag}'}: cannot listen on {host}:{port} ({error.strerror or error})", flag
+            f"{named or f'--{flag}'}: cannot listen on {join_host_port(host, port)} ({error.strerror or error})", flag
         ) from None
     return listener
 
@@ -174,9 +175,8 @@ class Site:
         collect_rarely()
         took = self.frontend.clock.now() - self.began
         self.frontend.engine_client.patience = min(max(PATIENCE, 2 * took), MOST_PATIENCE)
-        host, port = self.listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        log.info("ready: %s on http://%s:%s/v1", self.options.names[0], shown, port)
+        where = join_host_port(*self.listener.getsockname()[:2])
+        log.info("ready: %s on http://%s/v1", self.options.names[0], where)
 
 
 def make_site(

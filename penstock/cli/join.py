@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from typing import Any
 
 from penstock.cli.options import read_text
 from penstock.core.errors import ConfigError
-
-ADDRESS = re.compile(r"(tcp://)?[^/:]+:\d{1,5}")
+from penstock.core.host_port import split_host_port
 
 
 def add_parser(commands: Any) -> None:
@@ -43,9 +41,19 @@ def run(args: argparse.Namespace) -> int:
                 "cluster.masters: the deployment has its master, allowed is another one only with a registry"
             )
         master = "" if cluster.registry else args.master or cluster.master or ""
-        if cluster.registry is None and not ADDRESS.fullmatch(master):
-            raise ConfigError(f"cluster.master: {master!r}, allowed is HOST:PORT of a deployment's master", "master")
+        master = master.removeprefix("tcp://")
+        if cluster.registry is None:
+            _check_place(master)
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
-    return launch(deployment, master and f"tcp://{master.removeprefix('tcp://')}")
+    return launch(deployment, master and f"tcp://{master}")
+
+
+def _check_place(master: str) -> None:
+    try:
+        _, port = split_host_port(master)
+    except ValueError:
+        port = 0
+    if not port:
+        raise ConfigError(f"cluster.master: {master!r}, allowed is HOST:PORT of a deployment's master", "master")

@@ -18,6 +18,7 @@ from penstock.cli.http import bind
 from penstock.cli.run_folder import run_folder
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
+from penstock.core.host_port import join_host_port
 from penstock.core.wire import PROTOCOL
 from penstock.service.checkpoint import find_checkpoint, fingerprint
 from penstock.service.programs import make_program
@@ -110,12 +111,12 @@ class EngineActor:
         """With the places that it has on this node."""
         assert self._door is not None
         path, fd = self._folder / settings["name"], self._door.fileno()
-        public = f"tcp://{address}:{self._door.getsockname()[1]}"
+        public = f"tcp://{join_host_port(address, self._door.getsockname()[1])}"
         options, transport = {**settings["options"], "model": str(directory)}, settings["transport"]
         settings = {**settings, "parent": os.getpid(), "address": f"ipc://{path}", "options": options}
         settings["public"] = {"address": public, "fd": fd}
         if transport is not None:
-            settings["transport"] = {**transport, "address": f"tcp:{address}:0"}
+            settings["transport"] = {**transport, "address": f"tcp:{join_host_port(address, 0)}"}
         place = {"address": settings["address"], "public": public, "socket": path, "descriptors": (fd,)}
         return make_program(
             settings["name"], "engine", settings, self._folder / f"{settings['name']}.heartbeat", **place
@@ -190,7 +191,7 @@ class _Lines:
 
 
 def _node_address() -> str:
-    """IPv4 address by which others reach this Ray node."""
+    """IP address by which others reach this Ray node."""
     import ray
 
     return ray.util.get_node_ip_address()

@@ -26,6 +26,7 @@ from penstock.cli.ray_actor import VERSION, Order
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.heartbeat import LastStep
+from penstock.core.host_port import split_host_port
 from penstock.service.checkpoint import find_checkpoint, fingerprint
 from penstock.service.spawner import STDERR
 from penstock.service.supervisor import CANNOT_BE_SERVED, Program
@@ -328,8 +329,7 @@ def _connect(address: str | None) -> None:
     space = f"penstock-{socket.gethostname()}-{os.getpid()}"
     try:
         if known != "auto":  # Ray would try for minutes
-            host, _, port = known.rpartition(":")
-            socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
+            socket.create_connection(split_host_port(known), CONNECT_TIMEOUT).close()
         ray.init(known, namespace=space, log_to_driver=False, configure_logging=False)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = "on this machine" if known == "auto" else f"at {known}"

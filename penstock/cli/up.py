@@ -25,6 +25,7 @@ from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
+from penstock.core.host_port import join_host_port
 from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
 
@@ -287,7 +288,7 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> No
     table = Table(title=f"penstock up: {', '.join(deployment.names)}", title_justify="left", box=None, padding=(0, 2))
     for column in ("process", "count", "role", "device or address"):
         table.add_column(column, justify="right" if column == "count" else "left")
-    table.add_row("frontend", str(len(ports)), "", ", ".join(f"{host}:{p or 'a free port'}" for p in ports))
+    table.add_row("frontend", str(len(ports)), "", ", ".join(join_host_port(host, p or "a free port") for p in ports))
     table.add_row("master", "1", "", f"policy {deployment.policy}")
     for group in deployment.groups:
         table.add_row(group.name, str(group.count), group.role, group.options["url"] if group.adopted else group.device)

@@ -16,7 +16,7 @@ from penstock.engine.executor.base import Executor, Pending, Ran
 from penstock.kv.connector import KVTier
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
-from penstock.sched.local.limits import SOON, StepBudget
+from penstock.sched.local.limits import SOON, STOPS_IN, StepBudget
 from penstock.sched.local.offload import Load, Store
 
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
@@ -178,6 +178,7 @@ class Engine:
         if self._flying:
             if self.scheduler.interrupts:
                 self._make_way()
+                return None  # what has to end for something online, now or when it is late, may have nothing behind it
             if self._stopped or not self.executor.ahead or len(self._flying) > 1:
                 return None
             if not self.ended and (early := self._delay() - LEAD) > 0:
@@ -196,8 +197,10 @@ class Engine:
         if not self._flying:
             self._began = now
         self._tell_of(plan)
-        # what may have to be stopped behind another step must be stoppable, however short it is
-        stoppable = self.scheduler.launch(plan) and (bool(self._flying) or self._seconds(plan) > SOON)
+        # what is to end soon may have to be stopped too: behind another step, or when it takes longer than predicted
+        stoppable = self.scheduler.launch(plan) and (
+            bool(self._flying) or self.executor.ahead or self._seconds(plan) > STOPS_IN
+        )
         self._flying.append((plan, self.executor.launch(plan, stoppable=stoppable)))
         if self._prefaulter is not None and plan.fresh_blocks and self._prefaulter.use(plan.fresh_blocks):
             self._expect(hurry=True)

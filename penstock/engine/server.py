@@ -17,6 +17,7 @@ import zmq
 
 from penstock.core.clock import PAUSE, Clock
 from penstock.core.heartbeat import BlackBox
+from penstock.core.host_port import has_ipv6
 from penstock.core.request import TokenOutput
 from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
@@ -99,6 +100,7 @@ class EngineServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting client keeps its identity
         self._unprotect = protect(self._socket) if protect is not None else None
         if public is not None:
+            self._socket.setsockopt(zmq.IPV6, has_ipv6(public[0]))
             self._socket.setsockopt(zmq.USE_FD, public[1])
             self._socket.bind(public[0])
             self._socket.setsockopt(zmq.USE_FD, -1)

@@ -151,8 +151,12 @@ def otlp_tracing(endpoint: str) -> Tracing:
     Raises:
         ConfigError: no URL, or the extra is not installed.
     """
-    url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
+    try:
+        url = urlsplit(endpoint)
+        good = url.scheme in ("http", "https") and bool(url.hostname)
+    except ValueError:  # half an IPv6 address
+        good = False
+    if not good:
         raise ConfigError(f"{FLAG}: {endpoint!r}, allowed is a URL such as http://127.0.0.1:4318/v1/traces", FLAG)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -14,6 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from penstock.core.clock import Clock
+from penstock.core.host_port import has_ipv6
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event, Hello, decode_event
 from penstock.core.wire.master import (
@@ -106,6 +107,7 @@ def prepare(socket: zmq.Socket[Any], address: str, curve: Curve | None) -> None:
     """For a socket that is about to connect there."""
     if curve is not None:
         curve.connect(socket)
+    socket.setsockopt(zmq.IPV6, has_ipv6(address))
     if not address.startswith("ipc:"):  # the other host, or a cable, may fail without a word
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER)
@@ -166,6 +168,7 @@ class Channel(Generic[Sent, Received]):
             return
         before, self._address, self.connected = self._address, address, False
         if address:
+            self._socket.setsockopt(zmq.IPV6, has_ipv6(address))
             self._socket.connect(address)
         if before:
             self._socket.disconnect(before)

@@ -146,7 +146,7 @@ class Cluster:
     """How the hosts of a deployment reach one another.
 
     Attributes:
-        host: IPv4 address of this one, where its master, engines and peer links listen.
+        host: IPv4 or IPv6 address of this one, where its master, engines and peer links listen.
         port: of the master.
         master: "host:port" of the one that this host's instances join; None when it is here.
         secret: that all hosts know; None only where nobody else can connect.
@@ -409,7 +409,7 @@ class _Parser:
         spots = self.file.section(spot, _names(settings))
         cluster = Cluster(**_defaults(settings) | dict(defaults) | self.file.values(spots, settings))
         if cluster.secret is None and not ip_address(cluster.host).is_loopback:
-            allowed = "allowed without a secret is only 127.0.0.1; set cluster.secret or PENSTOCK_CLUSTER_SECRET"
+            allowed = "allowed without a secret is only 127.0.0.1 or ::1; set cluster.secret or PENSTOCK_CLUSTER_SECRET"
             self.file.complain(spots.get("host", spot), f"{cluster.host!r}, {allowed}")
         if (cluster.masters or 1) > 1 and cluster.registry is None:
             why = "allowed without a registry is 1: it chooses which leads"

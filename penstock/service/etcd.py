@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.core.errors import ConfigError
+from penstock.core.host_port import join_host_port, split_host_port
 from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import Endpoint
 from penstock.service.deployment import Common
@@ -29,13 +30,21 @@ from penstock.service.registry import LocalRegistry
 
 T = TypeVar("T")
 log = logging.getLogger("penstock.registry")
-ADDRESS = re.compile(r"etcd://([^/,:]+:\d{1,5}(?:,[^/,:]+:\d{1,5})*)(?:/([\w.-]+))?")
+ADDRESS = re.compile(r"etcd://([^/]+)(?:/([\w.-]+))?")
 TIMEOUT = 2.0  # seconds for an answer
 RENEW = 0.5  # seconds between two renewals of a lease
 READ_AGAIN = 2.0  # seconds between two readings of what is watched: a member may be cut off from the others
 RETRY = 0.2  # seconds until the next member is asked
 MASTER, INSTANCES, SETTINGS = "master", "instances/", "settings"
 PATIENCE = 10.0  # seconds for what has to be read or written before anything starts
+
+
+def read_etcd_address(address: str) -> tuple[list[tuple[str, int]], str]:
+    """Host and port of each member, and the deployment's name. ValueError when it has another form."""
+    found = ADDRESS.fullmatch(address)
+    if found is None:
+        raise ValueError(f"{address!r} is no etcd://HOST:PORT/NAME")
+    return [split_host_port(member) for member in found[1].split(",")], found[2] or "default"
 
 
 class Etcd:
@@ -45,25 +54,25 @@ class Etcd:
     """
 
     def __init__(self, address: str) -> None:
-        found = ADDRESS.fullmatch(address)
-        if found is None:
+        try:
+            self._members, name = read_etcd_address(address)
+        except ValueError:
             allowed = "etcd://HOST:PORT,HOST:PORT,.../NAME"
-            raise ConfigError(f"cluster.registry: {address!r}, allowed is {allowed}", "registry")
+            raise ConfigError(f"cluster.registry: {address!r}, allowed is {allowed}", "registry") from None
         try:
             import aetcd
         except ImportError:
             raise ConfigError("cluster.registry: etcd needs the package aetcd (penstock[etcd])", "registry") from None
         self._client_of = aetcd.Client
-        self._members = [member.rpartition(":") for member in found[1].split(",")]
-        self._prefix = f"/penstock/{found[2] or 'default'}/".encode()
+        self._prefix = f"/penstock/{name}/".encode()
         self._at = 0
         self._absent = ""
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[Any]:
         """To a member, which may be another one each time. What fails meanwhile ends it, and is told once."""
-        host, _, port = self._members[self._at % len(self._members)]
-        client = self._client_of(host, int(port), timeout=TIMEOUT)
+        host, port = self._members[self._at % len(self._members)]
+        client = self._client_of(f"[{host}]" if ":" in host else host, port, timeout=TIMEOUT)
         try:
             await client.connect()
             yield client
@@ -71,7 +80,7 @@ class Etcd:
             self._at += 1
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if self._absent != why:
-                log.warning("etcd at %s:%s: %s", host, port, why)
+                log.warning("etcd at %s: %s", join_host_port(host, port), why)
             self._absent = why
             await asyncio.sleep(RETRY)
         finally:

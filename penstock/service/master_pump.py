@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from penstock.core.clock import Clock
+from penstock.core.host_port import has_ipv6
 from penstock.core.wire import codec
 from penstock.core.wire.engine import LEASE, Event
 from penstock.core.wire.master import (
@@ -341,6 +342,7 @@ class Desk:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a frontend that came back is the same frontend
         self._unprotect = curve.listen(self._socket) if curve is not None else None
+        self._socket.setsockopt(zmq.IPV6, any(map(has_ipv6, addresses)))
         for address in addresses:
             self._socket.bind(address)
         self._inbox = Inbox(self._socket, self._answer)

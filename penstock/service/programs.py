@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.host_port import join_host_port
 from penstock.service.supervisor import ProcessKind, Program
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def plan(
     masters = None if cluster is None else cluster.masters
     for number in range(int(master is None) if masters is None else masters):
         name = f"master-{number}" if number else "master"
-        public = None if cluster is None else f"tcp://{cluster.host}:{cluster.port + number}"
+        public = None if cluster is None else f"tcp://{join_host_port(cluster.host, cluster.port + number)}"
         own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
         programs.append(program(name, "master", settings | own, socket=folder / name))
     for number, listener in enumerate(listeners):
@@ -102,8 +103,7 @@ def _engine(
         more["address"] = ""  # on a node that Ray chooses
         more["resources"] = group.needs
     if door is not None:
-        host, port = door.getsockname()
-        more["public"] = f"tcp://{host}:{port}"
+        more["public"] = f"tcp://{join_host_port(*door.getsockname()[:2])}"
         settings["public"] = {"address": more["public"], "fd": door.fileno()}
         more["descriptors"] = (door.fileno(),)
     return settings, more
@@ -136,7 +136,7 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
     if deployment.transport is None:
         return None
     kind, host = deployment.transport.kind, "127.0.0.1" if deployment.cluster is None else deployment.cluster.host
-    address = f"unix:{path}" if kind == "shared" else f"tcp:{host}:0"
+    address = f"unix:{path}" if kind == "shared" else f"tcp:{join_host_port(host, 0)}"
     return {"kind": kind, "address": address, "tls": deployment.transport.tls, "faults": deployment.transport.faults}
 
 
@@ -146,7 +146,7 @@ def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> di
         return {**places, "public": None}
     tls = None if deployment.transport is None else deployment.transport.tls
     told = {"givers": str(folder / GIVERS), "joins": joins, "tls": tls}
-    return {**places, "public": {"address": f"tcp:{deployment.cluster.host}:0", **told}}
+    return {**places, "public": {"address": f"tcp:{join_host_port(deployment.cluster.host, 0)}", **told}}
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Addresses of transports: "unix:/path" and "tcp:host:port"."""
+"""Addresses of transports: "unix:/path" and "tcp:host:port", with an IPv6 address in brackets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import stat
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.host_port import split_host_port
 
 # of accept: the connection still waits, and would be announced again at once
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BACKLOG = 128
-_UNSPECIFIED = ("", "*", "0.0.0.0", "::")
+_UNSPECIFIED = ("", "*", "0.0.0.0", "[::]")
 # a peer that disappeared silently (its host failed) is noticed after about 20 s
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _USER_TIMEOUT_MS = 30_000
@@ -26,13 +27,16 @@ def parse(address: str) -> tuple[socket.AddressFamily, Any]:
         if len(os.fsencode(rest)) > 107:
             raise ConfigError(f"address: {address}, a Unix socket's path has at most 107 bytes", "address")
         return socket.AF_UNIX, rest
-    host, _, port = rest.rpartition(":")
-    if kind != "tcp" or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"address: {address!r}, allowed: unix:/path or tcp:host:port", "address")
-    if host in _UNSPECIFIED:
+    if kind == "tcp" and rest.rpartition(":")[0] in _UNSPECIFIED:
         raise ConfigError(f"address: {address!r}, name the host as its peers reach it", "address")
     try:
-        family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        if kind != "tcp":
+            raise ValueError(kind)
+        host, port = split_host_port(rest)
+    except ValueError:
+        raise ConfigError(f"address: {address!r}, allowed: unix:/path or tcp:host:port", "address") from None
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"address: {address!r}, {error.strerror}", "address") from error
     return family, where

@@ -13,6 +13,7 @@ import openai
 import pytest
 import yaml
 
+from penstock.core.host_port import join_host_port
 from tests.helpers import network
 from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.deployments import PACED
@@ -29,23 +30,23 @@ CUT = 10.0  # seconds without the cable
 
 
 @pytest.mark.parametrize(
-    ("kind", "etcd"),
+    ("kind", "etcd", "ipv6"),
     [
-        ("tcp", False),
-        pytest.param(TLS, True, marks=NEEDS_OPENSSL),
-        pytest.param("mooncake", True, marks=NEEDS_MOONCAKE),
+        ("tcp", False, False),
+        pytest.param(TLS, True, True, marks=[NEEDS_OPENSSL, network.NEEDS_IPV6]),
+        pytest.param("mooncake", True, False, marks=NEEDS_MOONCAKE),
     ],
 )
-def test_three_hosts_serve_as_one_and_lose_no_token(kind, etcd, tmp_path):
+def test_three_hosts_serve_as_one_and_lose_no_token(kind, etcd, ipv6, tmp_path):
     if why := network.why_not():
         pytest.skip(why)
-    with network.hosts(3) as hosts, contextlib.ExitStack() as stack:
+    with network.hosts(3, ipv6=ipv6) as hosts, contextlib.ExitStack() as stack:
         first, second, third = hosts
         members = stack.enter_context(three_members(hosts)) if etcd else None
         up, join = started(stack, tmp_path, first, kind, members)
         prefill = join(second, instances=[{"role": "prefill", "count": 2}])
         decode = join(third, instances=[{"role": "decode", "count": 2}])
-        url = up.wait_for(READY)[1].replace("0.0.0.0", first.address)
+        url = f"http://{join_host_port(first.address, up.wait_for(READY)[1].rpartition(':')[2])}"
         up.urls = [url]
         everybody = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
         eventually(lambda: ready(up) == everybody, 90, up.log)
@@ -128,9 +129,9 @@ def started(stack, folder, where, kind, members, **more):
     transport = {"kind": "tcp", "tls": certificate()} if kind == TLS else {"kind": kind}
     common = {"model": "demo", "policy": "least_loaded", "transport": transport}
     run = partial(begin, stack, folder, {} if members is None else {"registry": members.address})
-    up = run("up", where, host="0.0.0.0", **{"api-key": ["k"]}, **common, **more)
+    up = run("up", where, host="::" if ":" in where.address else "0.0.0.0", **{"api-key": ["k"]}, **common, **more)
     if members is None:
-        return up, partial(run, f"join {where.address}:{PORT}", **common)
+        return up, partial(run, f"join {join_host_port(where.address, PORT)}", **common)
     up.wait_for("this master leads")  # what is common is known by then
     return up, partial(run, "join", transport={"tls": transport.get("tls")})
 

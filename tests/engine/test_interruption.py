@@ -115,13 +115,19 @@ def predicted(model, ms):
     return engine, held
 
 
-def test_what_ends_soon_by_itself_is_left_alone(model):
+@pytest.mark.parametrize("overdue", [False, True])
+def test_what_ends_soon_by_itself_is_left_alone(model, overdue):
+    """With nothing behind it: what should have ended and has not is ended early after all."""
     engine, held = predicted(model, 1e3 * SOON / 2)
     engine.add(NATO)
-    engine.begin()
+    assert engine.begin() is None
+    assert engine.look_again_at == pytest.approx(engine._clock.time + SOON)
+    if overdue:
+        engine._clock.time += 1.01 * SOON
+        assert engine.begin() is None
     held.go.set()
     engine.settle()
-    assert not any(held.interrupted)
+    assert held.interrupted == [overdue]
 
 
 @pytest.mark.parametrize("overdue", [False, True])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.host_port import join_host_port
 from tests.helpers.network import Host
 from tests.helpers.waiting import eventually
 
@@ -65,16 +66,16 @@ class Members:
 
 
 @contextlib.contextmanager
-def three_members(hosts: Sequence[Host] = ()) -> Iterator[Members]:
+def three_members(hosts: Sequence[Host] = (), loopback: str = "127.0.0.1") -> Iterator[Members]:
     """
     Args:
-        hosts: of each member; by default this one is for all.
+        hosts: of each member; by default this one is for all, at its `loopback`.
     """
     program = executable()
     ports = _free_ports(6)
-    places = [host.address for host in hosts] or ["127.0.0.1"] * 3
-    members = Members([f"{place}:{port}" for place, port in zip(places, ports[:3], strict=True)])
-    peers = [f"http://{place}:{port}" for place, port in zip(places, ports[3:], strict=True)]
+    places = [host.address for host in hosts] or [loopback] * 3
+    members = Members([join_host_port(*place) for place in zip(places, ports[:3], strict=True)])
+    peers = [f"http://{join_host_port(*place)}" for place in zip(places, ports[3:], strict=True)]
     names = [f"m{i}={peer}" for i, peer in enumerate(peers)]
     with tempfile.TemporaryDirectory() as folder:
         try:

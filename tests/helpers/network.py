@@ -5,9 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import pytest
+
+
+def _ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+NEEDS_IPV6 = pytest.mark.skipif(not _ipv6(), reason="this machine has no loopback with IPv6, ::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +64,25 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts that reach one another, and that this namespace reaches."""
+def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
+    """Hosts that reach one another, and that this namespace reaches, by addresses of one family."""
     base = f"pst{os.getpid() % 10000}"
-    net = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    own = os.getpid()
+    net, size, more = f"10.{77 + own % 100}.{own // 100 % 250}.", "24", list[str]()
+    if ipv6:  # which nobody else is asked about first
+        net, size, more = f"fd77:{own % 0x10000:x}::", "64", ["nodad"]
     made: list[Host] = []
     ip("link", "add", base, "type", "bridge")
     try:
-        ip("addr", "add", f"{net}.254/24", "dev", base)
+        ip("addr", "add", f"{net}254/{size}", "dev", base, *more)
         ip("link", "set", base, "up")
         for number in range(count):
-            host = Host(f"{base}h{number}", f"{net}.{number + 1}")
+            host = Host(f"{base}h{number}", f"{net}{number + 1}")
             ip("netns", "add", host.name)
             made.append(host)
             ip("link", "add", f"{host.name}-br", "type", "veth", "peer", "name", "eth0", "netns", host.name)
             ip("link", "set", f"{host.name}-br", "master", base, "up")
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.name, "addr", "add", f"{host.address}/{size}", "dev", "eth0", *more)
             ip("-n", host.name, "link", "set", "eth0", "up")
             ip("-n", host.name, "link", "set", "lo", "up")
         yield made

@@ -95,7 +95,7 @@ def test_a_client_that_does_not_sample_gets_no_spans() -> None:
     assert traced(headers={"traceparent": f"00-{TRACE}-{PARENT}-00"}) == {}
 
 
-@pytest.mark.parametrize("endpoint", ["here", "grpc://a:4317", "http://", ""])
+@pytest.mark.parametrize("endpoint", ["here", "grpc://a:4317", "http://", "http://[::1/", ""])
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="otlp-traces-endpoint: "):
         otlp_tracing(endpoint)

@@ -268,7 +268,7 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (
             SMALLEST + "cluster: {host: 10.0.0.7}",
-            "up.yaml:4: cluster.host: '10.0.0.7', allowed without a secret is only 127.0.0.1; set cluster.secret",
+            "up.yaml:4: cluster.host: '10.0.0.7', allowed without a secret is only 127.0.0.1 or ::1; set",
         ),
         (
             SMALLEST + "launcher: ray\nkv-pool: {}",
@@ -306,7 +306,17 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (SMALLEST + "ray: {address: a:1}", "up.yaml:4: ray: a section, allowed only with launcher ray"),
         (SMALLEST + "launcher: ray\nray: {address: ray://a:1}", "up.yaml:5: ray.address: 'ray://a:1', allowed is HOST"),
-        (SMALLEST + "cluster: {host: 0.0.0.0}", "up.yaml:4: cluster.host: '0.0.0.0', allowed is an IPv4 address"),
+        (SMALLEST + "cluster: {host: 0.0.0.0}", "up.yaml:4: cluster.host: '0.0.0.0', allowed is an IPv4 or IPv6"),
+        (SMALLEST + "cluster: {host: 'fe80::1%eth0'}", "up.yaml:4: cluster.host: 'fe80::1%eth0', allowed is an IPv4"),
+        (SMALLEST + "cluster: {host: '[::1]'}", "up.yaml:4: cluster.host: '[::1]', allowed is an IPv4 or IPv6 address"),
+        (
+            SMALLEST + "cluster: {host: '2001:db8::a'}",
+            "up.yaml:4: cluster.host: '2001:db8::a', allowed without a secret is only 127.0.0.1 or ::1",
+        ),
+        (
+            SMALLEST + "cluster: {registry: 'etcd://::1:2379'}",
+            "up.yaml:4: cluster.registry: 'etcd://::1:2379', allowed is etcd://",
+        ),
         (SMALLEST + "cluster: {masters: 2}", "up.yaml:4: cluster.masters: 2, allowed without a registry is 1"),
         (SMALLEST + "cluster: {registry: etcd}", "up.yaml:4: cluster.registry: 'etcd', allowed is etcd://HOST"),
         (SMALLEST + "scaling: {most: 2}", "up.yaml:4: scaling: a section, allowed only with policy hfx_scaling"),

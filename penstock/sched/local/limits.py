@@ -20,8 +20,10 @@ GRAIN = 64  # tokens: what is found is a multiple of it
 WORTH = 1.125  # a step's time is not known to better than that
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV together
 MOST_TOKENS = 8192  # in a step, however fast the device is
-SOON = 20e-3  # seconds: a step that only offline sequences are in ends early for an online one, unless it ends by then
-STOPS_IN = 5e-3  # seconds that a modelled device takes to end one early
+STOPS_IN = 5e-3  # seconds that a modelled device takes to end a step early; kernels take less
+# seconds: a step that only offline sequences are in ends early for an online one, unless it ends by then. Either way it
+# has ended 20 ms after that has come.
+SOON = 20e-3 - STOPS_IN
 LEAST_OFFLINE = 16  # tokens of an offline prompt in a step, however often steps are interrupted
 LEAST_CHUNK = 512  # tokens of a long prompt for which a step has room at least, where the cache's size is chosen
 

@@ -13,6 +13,7 @@ import zmq
 
 from penstock.core.clock import Clock
 from penstock.core.errors import PenstockError, Unavailable
+from penstock.core.host_port import has_ipv6
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, Timing, TokenOutput
 from penstock.core.wire import PROTOCOL, codec
@@ -146,6 +147,7 @@ class AdoptedServer:
             self._socket.setsockopt(option, value)
         self._unprotect = protect(self._socket) if protect is not None else None
         if public is not None:
+            self._socket.setsockopt(zmq.IPV6, has_ipv6(public[0]))
             self._socket.setsockopt(zmq.USE_FD, public[1])
             self._socket.bind(public[0])
             self._socket.setsockopt(zmq.USE_FD, -1)
