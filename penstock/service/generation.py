@@ -222,9 +222,7 @@ class Generation:
         delta = stream.feed(output)
         self._count(part, own, delta, output, now)
         if part.outputs is not None:
-            kept = part.outputs[own]
-            kept.tokens += delta.tokens
-            kept.finish_reason, kept.stop_reason = delta.finish_reason, delta.stop_reason
+            part.outputs[own].tokens.extend(delta.tokens)
         self._deltas.append(delta)
         untaken = self._untaken.get(number, 0) + len(delta.tokens)
         if delta.logprobs:
@@ -237,6 +235,8 @@ class Generation:
         if len(self._deltas) >= MOST_DELTAS + self._params.n * len(self._parts):
             self._deltas = merge(self._deltas)
         if stream.finished:
+            if part.outputs is not None:
+                part.outputs[own].finish_reason, part.outputs[own].stop_reason = delta.finish_reason, delta.stop_reason
             part.open -= 1
             self._open -= 1
             if output.finish is None:  # a stop string ended it, of which the engine knows nothing

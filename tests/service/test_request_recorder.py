@@ -228,6 +228,7 @@ def test_a_record_says_what_interrupted_a_request_and_what_ended_it(tokenizer, t
         await until(channels["b"].enqueued)
         channels["b"].report(TokenOutput(name, [7], start=2, generation=1))
         await generation.next()
+        generation.routed(0, "b", "cafe")  # as when b has another checkpoint
         generation.fail(EngineFailure("and this is the end"))
         with pytest.raises(EngineFailure):
             await collect(generation)
@@ -239,3 +240,4 @@ def test_a_record_says_what_interrupted_a_request_and_what_ended_it(tokenizer, t
     assert found.interruptions == [Interruption(0, 2, found.interruptions[0].why)]
     assert found.interruptions[0].why.startswith("a failed during this request")
     assert found.instance == "a,b"
+    assert found.fingerprints == [ready().root_key.hex(), "cafe"]
