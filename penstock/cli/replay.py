@@ -93,7 +93,9 @@ async def _replayed(args: argparse.Namespace, url: str, record: RequestRecord, p
     key = args.api_key or client_key(os.environ)
     async with Client(url, timeout=args.timeout, api_key=key) as client:
         target = await find_target(client, args.model, any_model=args.any_model)
-        with make_progress(Console(stderr=True)) as bars:
+        console = Console(stderr=True)
+        console.quiet = not console.is_terminal
+        with make_progress(console) as bars:
             bar = bars.add_task("replaying", total=len(lines))
             return await replay(record, lines, target, pace, lambda count: bars.advance(bar, count))
 

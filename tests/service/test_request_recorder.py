@@ -139,18 +139,17 @@ def test_what_cannot_be_a_record_is_refused_by_name(tmp_path):
 
 def test_what_cannot_be_written_is_dropped_and_counted_and_nobody_waits(tmp_path, monkeypatch, caplog):
     gate, full = threading.Event(), threading.Event()
-    write = os.write
 
     def slowly(file, content):
         assert gate.wait(20)
         if full.is_set():
-            write(file, content[: len(content) // 2])
+            os.write(file, content[: len(content) // 2])
             full.clear()
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, content)
+        os.write(file, content)
 
-    monkeypatch.setattr(request_recorder.os, "write", slowly)
-    monkeypatch.setattr(request_recorder, "MOST_WAITING", 1000)
+    monkeypatch.setattr(request_recorder, "_write_all", slowly)
+    monkeypatch.setattr(request_recorder, "MOST_WAITING", 3000)
     writer = recorder(tmp_path)
     writer.add(request("a"))
     eventually(lambda: not writer._waiting)  # the thread has it
