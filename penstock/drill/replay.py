@@ -209,6 +209,7 @@ async def replay(record: RequestRecord, lines: Sequence[Line], target: Target, p
             if why := why_not(request, target.fingerprint):
                 result.skipped.append(Note(request.id, why))
                 tell(1)
+                await asyncio.sleep(0)  # there may be many in a row
                 continue
             await slots.acquire()
             group.create_task(one(request))
@@ -241,7 +242,7 @@ def body_of(request: RecordedRequest, model: str) -> dict[str, Any]:
     params = {name: value for name, value in request.params.items() if value is not None}
     most = request.max_tokens
     if any(output.finish_reason is None for output in request.outputs):
-        most = max(len(output.tokens) for output in request.outputs)
+        most = max(1, *(len(output.tokens) for output in request.outputs))
         params["min_tokens"] = min(params.get("min_tokens", 0), most)
     if params.get("logprobs") == ALL_LOGPROBS:  # which chats alone may have; the tokens are the same
         params["logprobs"] = MAX_LOGPROBS
