@@ -36,4 +36,5 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": frontend.max_model_len,
         "modelled": frontend.modelled,
+        "fingerprint": frontend.fingerprint,
     }

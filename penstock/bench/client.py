@@ -123,12 +123,13 @@ class Client:
         """(status, body) of a GET. Raises `Unavailable` when there is no answer."""
         return await self._ask("GET", path, None)
 
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        """(status, body) of a POST of JSON. Raises `Unavailable` when there is no answer."""
-        return await self._ask("POST", path, msgspec.json.encode(body))
+    async def post(self, path: str, body: dict[str, Any], name: str = "") -> tuple[int, str]:
+        """(status, body) of a POST of JSON; `name` as in `Call`. Raises `Unavailable` when there is no answer."""
+        return await self._ask("POST", path, msgspec.json.encode(body), name)
 
-    async def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, str]:
+    async def _ask(self, method: str, path: str, body: bytes | None, name: str = "") -> tuple[int, str]:
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers |= {"X-Request-Id": name} if name else {}
         try:
             async with (
                 asyncio.timeout(self._timeout),

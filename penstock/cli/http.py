@@ -63,6 +63,8 @@ class ServerOptions:
     metrics_compat: Compat
     otlp_traces_endpoint: str | None
     enable_sleep_mode: bool
+    record_requests: str | None
+    record_requests_size: int
 
 
 def bind(host: str, port: int, named: str = "") -> socket.socket:
@@ -209,6 +211,7 @@ def make_site(
     from penstock.service.master_pump import LocalPlacement
     from penstock.service.placement import RemotePlacement
     from penstock.service.policies import BUNDLES, Circumstances
+    from penstock.service.request_recorder import RequestRecorder
     from penstock.text.tokenizer import Tokenizer
 
     clock, context = SystemClock(), make_context()
@@ -223,6 +226,10 @@ def make_site(
         pump = make_master(context, registry, policies, options.seed, clock, f"{name}-master", flight_recorder)
         placement = LocalPlacement(pump, name)
     metrics = Metrics(options.names[0], [], options.metrics_compat)
+    recorder = None
+    if options.record_requests is not None:
+        folder = Path(options.record_requests)
+        recorder = RequestRecorder(folder, name, options.record_requests_size, metrics, clock)
     tracing = None
     if options.otlp_traces_endpoint is not None:
         from penstock.obs.tracing import otlp_tracing
@@ -245,6 +252,7 @@ def make_site(
         options.max_queued_requests,
         options.max_queued_tokens,
         read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
+        recorder,
     )
     app = create_app(
         frontend,

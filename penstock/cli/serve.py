@@ -142,6 +142,14 @@ SERVER_OPTIONS = (
     Option("metrics-compat", one_of("none", "vllm"), "none", "vllm: metrics also under the names that vLLM gives them"),
     Option("otlp-traces-endpoint", text, None, "where OpenTelemetry traces go, over HTTP; needs penstock[otel]"),
     Option("enable-sleep-mode", switch, False, "serve /sleep and /wake_up, by which engines give back their memory"),
+    Option(
+        "record-requests",
+        text,
+        None,
+        "folder where prompts, sampling fields and tokens of all requests are written, for `penstock replay`; by "
+        "default they are written nowhere",
+    ),
+    Option("record-requests-size", size, 1 << 30, "bytes of it, for each frontend; then the oldest requests go"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)

@@ -7,6 +7,7 @@
     outcome.py     what clients saw, compared with a run that nothing disturbed
     run.py         the drill itself
     page.py        its result as a page
+    replay.py      apart from drills: recorded requests run again by what serves them, and their tokens compared
 
 Only processes that a drill has started itself are ever signalled.
 """

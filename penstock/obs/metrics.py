@@ -510,6 +510,13 @@ class Metrics:
             registry=self.registry,
         )
         self._isolated = {verdict: isolated.labels(model_name, verdict) for verdict in ("suspected", "refused")}
+        recorded = Counter(
+            PREFIX + "recorded_requests",
+            "Requests that ended while they were to be recorded for a replay; dropped: they are not in the record",
+            ["model_name", "outcome"],
+            registry=self.registry,
+        )
+        self._recorded = {outcome: recorded.labels(model_name, outcome) for outcome in ("written", "dropped")}
 
     @property
     def generated_tokens(self) -> int:
@@ -598,6 +605,10 @@ class Metrics:
     def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:
         """A sequence may have broken an engine, or has."""
         self._isolated[verdict].inc()
+
+    def observe_recorded(self, outcome: Literal["written", "dropped"], requests: int) -> None:
+        """Requests were recorded, or were to be. From any thread."""
+        self._recorded[outcome].inc(requests)
 
     @_later
     def observe_first_token(self, seconds: float) -> None:

@@ -405,12 +405,18 @@ class EngineClient:
             flight.predicted_ttft = placed.predicted_ttft
         request = flight.launch(placed, self._clock.now())
         self._metrics.observe_routing(placed.policy, placed.reason.partition(":")[0])
-        flight.owner.routed(flight.index, flight.route)
+        self._routed(flight)
         first, source = flight.here, placed.source
         if source is not None and source.peer is not None and not self._reaches(source.peer):
             source = None  # it is computed
         command = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source)
         self._channels.send(first.name, command)
+
+    def _routed(self, flight: Flight[Generation]) -> None:
+        """Tell its owner where it runs."""
+        instance = self.instances.get(flight.at)
+        said = None if instance is None else instance.said
+        flight.owner.routed(flight.index, flight.route, "" if said is None else said.root_key.hex())
 
     # --- going on elsewhere
 
@@ -427,6 +433,7 @@ class EngineClient:
             flight.owner.fail(EngineFailure(why))
             return
         log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
+        flight.owner.interrupted(flight.index, flight.received, flight.interrupted)
         flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._reaches(peer)]
         flight.avoid += self._unlike(flight)
         if flight.suspected:
@@ -677,7 +684,7 @@ class EngineClient:
             pieces = flight.accept(name, incarnation, output, now)
             if flight.handoffs > handoffs:
                 self._metrics.observe_handoff()
-                flight.owner.routed(flight.index, flight.route)
+                self._routed(flight)
                 self._settle(flight)
             if flight.heard and not heard:
                 self._placement.begun([output.request_id])

@@ -43,6 +43,7 @@ from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.history import shown_time
 from penstock.service.intake import ModelLimits, make_embedding, make_sequences
+from penstock.service.request_recorder import RequestRecorder
 from penstock.text import grammar
 from penstock.text.tokenizer import Tokenizer
 
@@ -70,6 +71,7 @@ class Frontend:
         max_requests: sequences held at once, running and waiting; one more is refused.
         max_queued_tokens: of prompts that wait for their first token; None is a few times what the KV caches hold.
         embedding: how prompts are embedded.
+        recorder: of requests that have ended, which is closed with it; None records nothing.
 
     Attributes:
         draining: whether the server is draining: running requests continue, new ones are refused.
@@ -88,6 +90,7 @@ class Frontend:
         max_requests: int = MAX_REQUESTS,
         max_queued_tokens: int | None = None,
         embedding: EmbeddingDefaults = LAST_TOKEN,
+        recorder: RequestRecorder | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.served_names = served_names
@@ -98,6 +101,7 @@ class Frontend:
         self.metrics = metrics
         self.clock = clock
         self.log_format = log_format
+        self.recorder = recorder
         self.draining = False
         self._max_requests = max_requests
         self._max_queued_tokens = max_queued_tokens
@@ -131,6 +135,8 @@ class Frontend:
         self.end_all(Unavailable("the server is shutting down"))
         self._closed = True
         await self.engine_client.close()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
         for workers in (self._workers, self._long_worker, self._grammar_worker):
             workers.shutdown(wait=False, cancel_futures=True)
 
@@ -205,6 +211,13 @@ class Frontend:
     def embedding_size(self) -> int:
         """Numbers in an embedding; 0 where some engine gives none."""
         return min((said.embedding_size for said in self._said), default=0)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What all engines have in common on which their tokens depend: checkpoint, types of weights and KV. None while
+        they differ, or are not known."""
+        roots = {said.root_key.hex() for said in self._said}
+        return roots.pop() if len(roots) == 1 else None
 
     @property
     def modelled(self) -> dict[str, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.clock import Clock
 from penstock.core.errors import ClientTooSlow, PenstockError, http_row
@@ -15,8 +15,18 @@ from penstock.obs.logs import OFFLINE, ONLINE, Format, RequestRecord, log_reques
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import CURRENT_TRACE
 from penstock.service.intake import MOST_NAMED
+from penstock.service.request_record import (
+    VERSION,
+    Interruption,
+    RecordedOutput,
+    RecordedRequest,
+    recorded_params,
+)
 from penstock.text.detokenizer import Delta, OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.service.request_recorder import RequestRecorder
 
 MOST_DELTAS = 256  # deltas kept separate for a slow client; beyond it they are merged
 # Tokens, and other tokens named beside them, of one prompt's outputs that wait for a client; with more it is given up.
@@ -35,12 +45,17 @@ class Usage:
 
 
 class Owner(Protocol):
-    """What a generation needs of its frontend."""
+    """What a generation needs of its frontend.
+
+    Attributes:
+        recorder: of requests that have ended, if any is wanted.
+    """
 
     tokenizer: Tokenizer
     metrics: Metrics
     clock: Clock
     log_format: Format
+    recorder: RequestRecorder | None
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Forget sequences, and have engines drop them."""
@@ -57,8 +72,10 @@ class _Part:
         newest: when each output's newest token came; None before the first.
         first: when the first token of any came.
         routes: where its sequences ran.
-        timings: fields of the record, in seconds.
-        recorded: whether it was logged and counted.
+        timings: fields of the log record, in seconds.
+        ended: whether it was logged and counted.
+        outputs: what came of each, where that is recorded.
+        fingerprints: of the engines that it ran on.
     """
 
     request_id: str
@@ -70,7 +87,10 @@ class _Part:
     first: float | None = None
     routes: list[str] = field(default_factory=list)
     timings: dict[str, Any] = field(default_factory=dict)
-    recorded: bool = False
+    ended: bool = False
+    outputs: list[RecordedOutput] | None = None
+    fingerprints: list[str] = field(default_factory=list)
+    interruptions: list[Interruption] = field(default_factory=list)
 
 
 class Generation:
@@ -106,7 +126,10 @@ class Generation:
         streams = [OutputStream(first + i, self._frontend.tokenizer, self._params) for i in range(count)]
         by_output = [*sequences] * (count // len(sequences))
         usage = Usage(prompt_tokens=len(sequences[0].prompt))
-        self._parts.append(_Part(request_id, by_output, streams, usage, count, [None] * count))
+        part = _Part(request_id, by_output, streams, usage, count, [None] * count)
+        if self._frontend.recorder is not None:
+            part.outputs = [RecordedOutput([]) for _ in range(count)]
+        self._parts.append(part)
         self._open += count
         return first
 
@@ -167,12 +190,19 @@ class Generation:
             self._frontend.release([s.id for s in part.sequences])
             self._end(part, None)
 
-    def routed(self, index: int, route: str) -> None:
-        """The sequence of an output runs there."""
+    def routed(self, index: int, route: str, fingerprint: str = "") -> None:
+        """The sequence of an output runs there, on an engine with this fingerprint, if that is known."""
         part = self._parts[index // self._params.n]
+        if fingerprint and fingerprint not in part.fingerprints:
+            part.fingerprints.append(fingerprint)
         part.routes = [known for known in part.routes if not route.startswith(known)]  # it went on from there
         if not any(known.startswith(route) for known in part.routes):
             part.routes.append(route)
+
+    def interrupted(self, index: int, tokens: int, why: str) -> None:
+        """The sequence of an output, which has so many tokens, is to go on elsewhere."""
+        number, own = divmod(index, self._params.n)
+        self._parts[number].interruptions.append(Interruption(own, tokens, why))
 
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
         """What a step brought the sequence of an output."""
@@ -191,6 +221,8 @@ class Generation:
         stream = part.streams[own]
         delta = stream.feed(output)
         self._count(part, own, delta, output, now)
+        if part.outputs is not None:
+            part.outputs[own].tokens.extend(delta.tokens)
         self._deltas.append(delta)
         untaken = self._untaken.get(number, 0) + len(delta.tokens)
         if delta.logprobs:
@@ -203,6 +235,8 @@ class Generation:
         if len(self._deltas) >= MOST_DELTAS + self._params.n * len(self._parts):
             self._deltas = merge(self._deltas)
         if stream.finished:
+            if part.outputs is not None:
+                part.outputs[own].finish_reason, part.outputs[own].stop_reason = delta.finish_reason, delta.stop_reason
             part.open -= 1
             self._open -= 1
             if output.finish is None:  # a stop string ended it, of which the engine knows nothing
@@ -240,9 +274,9 @@ class Generation:
         self._open -= part.open
         part.open = 0
         self._tell()
-        if part.recorded:
+        if part.ended:
             return
-        part.recorded = True
+        part.ended = True
         frontend, usage, asked = self._frontend, part.usage, part.sequences[0]
         last = max((t for t in part.newest if t is not None), default=None)
         steps = usage.completion_tokens // len(part.sequences) - 1
@@ -270,6 +304,37 @@ class Generation:
         log_request(record, frontend.log_format)
         if self._trace is not None:
             self._trace.prompt_ended(record, self._params)
+        if frontend.recorder is not None and part.outputs is not None:
+            failure = str(self._error or "") or ("the client left" if finish_reason == "abort" else "")
+            frontend.recorder.add(self._recorded(part, part.outputs, failure, frontend.recorder))
+
+    def _recorded(
+        self, part: _Part, outputs: list[RecordedOutput], failure: str, recorder: RequestRecorder
+    ) -> RecordedRequest:
+        """A prompt and what came of it, to run it again."""
+        asked = part.sequences[0]
+        embeds = asked.pooling is not None
+        return RecordedRequest(
+            version=VERSION,
+            id=part.request_id,
+            at=recorder.since_1970(self._arrival),
+            seconds=self._frontend.clock.now() - self._arrival,
+            model=self._model,
+            prompt=[] if embeds else asked.prompt,
+            params=recorded_params(self._params),
+            max_tokens=asked.max_tokens,
+            outputs=[] if embeds else outputs,
+            fingerprints=part.fingerprints,
+            seed=None if embeds else asked.seed,
+            priority=asked.priority,
+            ttft_ms=asked.ttft_ms,
+            tpot_ms=asked.tpot_ms,
+            offline=asked.offline,
+            pooling=asked.pooling,
+            instance=",".join(part.routes),
+            interruptions=part.interruptions,
+            failure=failure,
+        )
 
     def _met_targets(self, part: _Part) -> bool | None:
         """Whether it met its targets; None without targets. A failed request has missed them."""

@@ -131,6 +131,7 @@ class ScriptedFrontend:
     unhealthy_reason = ""
     asleep = False
     modelled: dict[str, int] | None = None
+    fingerprint: str | None = "f00d"
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()

@@ -36,6 +36,8 @@ def options():
         metrics_compat="none",
         otlp_traces_endpoint=None,
         enable_sleep_mode=False,
+        record_requests=None,
+        record_requests_size=1 << 20,
     )
 
 

@@ -132,7 +132,17 @@ def test_the_flags_of_serve():
             "max-model-len",
         ),
         *("max-num-batched-tokens", "max-num-seqs", "max-queued-requests", "max-queued-tokens", "metrics-compat"),
-        *("otlp-traces-endpoint", "pooling", "port", "scheduling-policy", "seed", "send-timeout", "served-model-name"),
+        *(
+            "otlp-traces-endpoint",
+            "pooling",
+            "port",
+            "record-requests",
+            "record-requests-size",
+            "scheduling-policy",
+            "seed",
+            "send-timeout",
+            "served-model-name",
+        ),
         *("share-prefixes", "speculative-config", "step-time-limit-ms", "tensor-parallel-size", "weight-cache"),
     }
 

@@ -8,9 +8,15 @@ from tests.helpers.servers import QUICK, serving
 
 
 @pytest.fixture(scope="session")
-def alone():
+def record(tmp_path_factory):
+    """Where `alone` records its requests."""
+    return tmp_path_factory.mktemp("record")
+
+
+@pytest.fixture(scope="session")
+def alone(record):
     """`penstock serve`."""
-    with serving("demo", *QUICK, "--dtype", "float32") as running:
+    with serving("demo", *QUICK, "--dtype", "float32", "--record-requests", str(record)) as running:
         yield running
 
 

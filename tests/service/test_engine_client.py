@@ -33,7 +33,10 @@ class Asker:
         self.error = error
         self.engine_client.release([self.name])
 
-    def routed(self, index, route):
+    def routed(self, index, route, fingerprint):
+        pass
+
+    def interrupted(self, index, tokens, why):
         pass
 
 

@@ -29,6 +29,7 @@ from penstock.text.tokenizer import Tokenizer
 class Owner:
     tokenizer = Tokenizer(DEMO)
     log_format: Format = "json"
+    recorder = None
 
     def __init__(self) -> None:
         self.metrics = Metrics("m", ["e0"])

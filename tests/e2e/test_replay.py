@@ -1,0 +1,71 @@
+"""Requests that a real server has recorded run again there."""
+
+import json
+import re
+
+import httpx
+
+from penstock.cli.main import main
+from penstock.service.request_record import RequestRecord
+from tests.helpers.waiting import eventually
+
+KINDS = {  # request -> its fields; none has a seed but the last
+    "drawn": {"temperature": 1.3, "n": 3, "top_p": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    "held-back": {"temperature": 1.1, "min_tokens": 9, "bad_words": ["self"], "stop": ["e"], "logit_bias": {"13": 5}},
+    "several": {"prompt": ["class A", "import os"], "temperature": 1.0, "logprobs": 2, "max_tokens": 8},
+    "searched": {"use_beam_search": True, "n": 3, "max_tokens": 8, "length_penalty": 0.5},
+    "formed": {"structured_outputs": {"regex": "[a-f]{5,30}"}, "temperature": 2.0},
+    "scored": {"echo": True, "max_tokens": 0, "logprobs": 1},
+    "flexible": {"service_tier": "flex", "seed": -5, "temperature": 0.9},
+}
+
+
+def test_recorded_requests_bring_the_same_tokens_again(alone, record, tmp_path, capsys):
+    def post(route, name, **body):
+        headers = {"x-request-id": name}
+        answer = httpx.post(alone.url + route, json={"model": "demo", **body}, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def replay(*more, folder=record, code=0):
+        out = tmp_path / "out.json"
+        flags = ["--url", alone.url, "--json", str(out), "--max-concurrency", "4"]
+        assert main(["replay", str(folder), *flags, *more]) == code, capsys.readouterr().out
+        return json.loads(out.read_text())
+
+    for name, fields in KINDS.items():
+        post("/v1/completions", name, **({"prompt": "def f(", "max_tokens": 24} | fields))
+    talk = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "prediction": {"type": "content"}}
+    talk["prediction"]["content"] = "import os"
+    post("/v1/chat/completions", "said", **talk, logprobs=True, top_logprobs=20)
+    post("/v1/embeddings", "embedded", input="a text")
+    ask = {"model": "demo", "prompt": "for", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 2}
+    with httpx.stream("POST", alone.url + "/v1/completions", json=ask, headers={"x-request-id": "left"}) as answer:
+        next(answer.iter_lines())
+    names = [*KINDS, "said", "embedded", "left"]
+
+    def recorded():
+        with RequestRecord(record) as found:
+            return {re.sub(r"^several-\d$", "several", line.id): found.read(line) for line in found.lines}
+
+    eventually(lambda: set(names) <= recorded().keys())
+    chosen = [word for name in names for word in ("--request", name)]
+    found = replay(*chosen, "--speed", "50")
+    assert (found["requests"], found["same"], found["not_compared"], found["beginnings"]) == (11, 10, 1, 1)
+    assert found["not_compared_requests"] == [{"request": "embedded", "why": "it was embedded, which brings no tokens"}]
+    assert found["outputs"] == 3 + 1 + 2 + 3 + 1 + 1 + 1 + 1 + 2
+    assert found["tokens"] > 100
+
+    drawn = json.loads(next(line for line in (record / "frontend-0.jsonl").open() if '"id":"drawn"' in line))
+    drawn["outputs"][1]["tokens"][7] = 4000
+    other = json.loads(json.dumps(drawn)) | {"id": "other", "fingerprints": ["cafe"]}
+    (tmp_path / "changed.jsonl").write_text(f"{json.dumps(drawn)}\n{json.dumps(other)}\n")
+    found = replay(folder=tmp_path, code=1)
+    (difference,) = found["differences"]
+    assert (difference["request"], difference["output"], difference["position"]) == ("drawn", 1, 7)
+    assert difference["recorded"] == 4000 != difference["replayed"]
+    assert [row["request"] for row in found["not_compared_requests"]] == ["other"]
+    shown = capsys.readouterr().out
+    assert re.search(r"drawn\W+1\W+7\W+4000\W+\d+", shown)
+    assert "not compared: other: it ran on another model, cafe" in shown
+    assert replay("--any-model", folder=tmp_path, code=1)["differ"] == 2
+    assert alone.metric("recorded_requests_total", outcome="dropped") == 0
