@@ -80,6 +80,7 @@ async def _drilled(drill: Drill, place: Place, tell: Tell) -> Result:
 @contextlib.contextmanager
 def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
     """Where it runs; all of that is gone at the end, but for the folder that is to be kept."""
+    from penstock.cli.curve import SECRET
     from penstock.cli.run_folder import temporary_folder
     from penstock.drill.run import Place
 
@@ -91,7 +92,8 @@ def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
         files.mkdir()
         if keep is not None:
             stack.callback(shutil.copytree, files, keep)
-        yield Place(folder=files, temporary=temporary, environment=os.environ)
+        environment = {**os.environ} | ({} if drill.secret is None else {SECRET: drill.secret})
+        yield Place(folder=files, temporary=temporary, environment=environment)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ WIDE = 2 * WIDTH + 40
 TIME = Axis("time (s)", low=0.0)
 CLASSES = {"serves": "decode", "starts": "other", "gone": "down"}
 LEGEND = (("serves", "decode"), ("starts", "other"), ("does not run", "down"), ("fault", "prefill"))
-COLOUR = {"kill": 3, "freeze": 0, "slow": 5}
+COLOUR = {"kill": 3, "freeze": 0, "slow": 5, "partition": 4, "disk-full": 6, "unmount": 9}
 UNHIT = 8  # colour of what no fault accounts for
 LEAST = 0.35  # seconds of a fault, as it is drawn
 MOST_LINES = 10  # processes whose memory is drawn
