@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.drill.run import Drill, Place, Result, Tell
+
+
+TERMINATED = 128 + signal.SIGTERM  # exit code, as a shell has it
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +40,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every promise was kept, 1 when one was broken or no fault met a stream, 2 for a wrong file."""
+    """0 when every promise was kept, 1 when one was broken or no fault met a stream, 2 for a wrong file, 143 at
+    SIGTERM."""
     import uvloop
     from rich.console import Console
 
@@ -60,8 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         _show_schedule(console, drill)
         return 0
-    with _place(drill, args.keep) as place, _live(Console(stderr=True)) as tell:
-        result: Result = uvloop.run(_drilled(drill, place, tell))
+    try:
+        with _place(drill, args.keep) as place, _live(Console(stderr=True)) as tell:
+            result: Result = uvloop.run(_drilled(drill, place, tell))
+    except asyncio.CancelledError:  # by SIGTERM; what was done is undone
+        return TERMINATED
     found = build("drill", {"file": args.file, **overrides}, document(drill, result), sys.argv)
     _show(console, found)
     if args.html:
@@ -74,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
 async def _drilled(drill: Drill, place: Place, tell: Tell) -> Result:
     from penstock.drill import run as drills
 
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     return await drills.run(drill, place, tell)
 
 
