@@ -252,9 +252,8 @@ class _Parser:
     def _check_machine(self, hosts: int, disks: bool) -> None:
         """Whether there can be such hosts here."""
         if (hosts > 1 or disks) and (why := why_not(cables=hosts > 1)):
-            what = "hosts" if hosts > 1 else "faults"
-            need = "with cables that are cut" if hosts > 1 else "whose disks are full or gone"
-            self.file.complain(self.spots[what], f"hosts {need}, allowed is where root may make namespaces: {why}")
+            spot, what = (self.spots["hosts"], "a list") if hosts > 1 else (self.spots["faults"], " or ".join(OF_DISKS))
+            self.file.complain(spot, f"{what}, allowed is where root may make namespaces: {why}")
 
     def _groups(self, hosts: Sequence[Deployment]) -> dict[str, frozenset[str]]:
         """Names of instances by group."""

@@ -1,4 +1,4 @@
-"""A deployment under load of which something breaks again and again: processes, cables, disks; and what its clients saw.
+"""A deployment under load whose processes, cables and disks are broken again and again, and what its clients saw of it.
 
     faults.py      what is broken, and when: a seeded schedule that leaves enough of a deployment whole
     hosts.py       hosts that are namespaces of this machine, with cables and disks of their own

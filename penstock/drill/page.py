@@ -64,7 +64,9 @@ def _numbers(document: Document) -> list[tuple[str, str]]:
 
 def _end(document: Document) -> float:
     """Of what is shown, in s."""
-    return max([document["duration_s"], *(rows[-1][0] for rows in document["states"].values() if rows)])
+    followed = [*document["states"].values(), *document["memory"].values(), document["running"]]
+    ends = [rows[-1][0] for rows in followed if rows]
+    return float(max(document["duration_s"], len(document["tokens_per_s"]), *ends))
 
 
 def _chart(document: Document, lines: Sequence[Line], label: str, marks: Sequence[Mark] = ()) -> str:

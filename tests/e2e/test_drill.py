@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -86,20 +87,23 @@ def test_streams_outlive_cut_cables_and_disks_that_are_full_or_gone(tmp_path):
 def test_whatever_ends_a_drill_nothing_of_it_is_left(tmp_path):
     content = HOSTS if not why_not(cables=True) else DRILL
     file = tmp_path / "drill.yaml"
-    file.write_text(
-        yaml.safe_dump(content | {"faults": [{"kind": "freeze", "every": 6, "targets": "master", "for": 5}]})
-    )
+    freezes = {"kind": "freeze", "every": 6, "targets": "master", "for": 5}
+    file.write_text(yaml.safe_dump(content | {"faults": [freezes]}))
+    before = links()
     for number in (signal.SIGTERM, signal.SIGKILL):
-        folder = tmp_path / number.name
-        folder.mkdir()
-        words = [sys.executable, "-m", "penstock.cli.main", "drill", str(file)]
-        drill = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(folder)}, stderr=subprocess.DEVNULL)
-        eventually(lambda folder=folder: "T" in of(folder).values(), 120)
-        drill.send_signal(number)
-        assert drill.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
-        eventually(lambda folder=folder: not of(folder), 60)
-        assert not [name for name in os.listdir("/sys/class/net") if name.startswith(LINK)]
-    assert os.listdir(tmp_path / "SIGTERM") == []
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, "-m", "penstock.cli.main", "drill", str(file)]
+            drill = subprocess.Popen(words, env=os.environ | {"TMPDIR": folder}, stderr=subprocess.DEVNULL)
+            eventually(lambda folder=folder: "T" in of(folder).values(), 120)
+            drill.send_signal(number)
+            assert drill.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+            eventually(lambda folder=folder: not of(folder), 60)
+            assert links() <= before
+            assert number == signal.SIGKILL or os.listdir(folder) == []
+
+
+def links():
+    return {name for name in os.listdir("/sys/class/net") if name.startswith(LINK)}
 
 
 def of(folder):
