@@ -109,9 +109,8 @@ class _Parser:
         assert load is not None
         content, deployment = self._deployment()
         file.finish()
-        others = [
-            found for entry in file.items(spots.get("hosts")) if (found := self._host(entry, content)) is not None
-        ]
+        listed = [self._host(entry, content) for entry in file.items(spots.get("hosts"))]
+        others = [found for found in listed if found is not None]
         hosts = [deployment, *(other for _, other in others)]
         if len(hosts) > 1:
             self._check_shared(content)
@@ -200,9 +199,8 @@ class _Parser:
         own = yaml.safe_load(content)
         if "hosts" in self.spots and isinstance(own, dict):
             if "cluster" in own:
-                self.file.complain(
-                    spot, "cluster: given, allowed with hosts is nothing: the drill says how they are reached"
-                )
+                why = "allowed with hosts is nothing: the drill says how they are reached"
+                self.file.complain(spot, f"cluster: given, {why}")
                 self.file.finish()
             inner = not isinstance(spot.node, yaml.ScalarNode)  # a section of this file, which is indented
             if not (isinstance(spot.node, yaml.MappingNode) and spot.node.flow_style):
@@ -245,9 +243,8 @@ class _Parser:
     def _check_shared(self, content: Mapping[str, Any]) -> None:
         """Hosts of one machine could reach each other around their cables."""
         if (content.get("transport") or {}).get("kind") == "shared":
-            self.file.complain(
-                self.spots["deployment"], "transport.kind: 'shared', allowed with hosts are tcp and mooncake"
-            )
+            why = "transport.kind: 'shared', allowed with hosts are tcp and mooncake"
+            self.file.complain(self.spots["deployment"], why)
 
     def _check_machine(self, hosts: int, disks: bool) -> None:
         """Whether there can be such hosts here."""

@@ -220,9 +220,8 @@ class Deployed:
         self._settings: dict[str, dict[str, Any]] = {}  # of each process, of its last incarnation that was told any
         self._launchers: list[Launcher] = []
         for host, file in enumerate(files):
-            more = (
-                ["up", str(file), "--port", "0"] if host == 0 else ["join", f"{hosts.addresses[0]}:{PORT}", str(file)]
-            )
+            joins = ["join", f"{hosts.addresses[0]}:{PORT}", str(file)]
+            more = joins if host else ["up", str(file), "--port", "0"]
             words = [*ends_with_us(), *hosts.enter(host), sys.executable, "-m", "penstock.cli.main", *more]
             self._launchers.append(Launcher(words, environment, self._log, self.said))
 
@@ -260,8 +259,7 @@ class Deployed:
 
     def told(self) -> dict[int, tuple[str, dict[str, Any]]]:
         """See `told`; of all hosts."""
-        found = {pid: each for host in range(len(self._launchers)) for pid, each in self._told_on(host).items()}
-        return found
+        return {pid: each for host in range(len(self._launchers)) for pid, each in self._told_on(host).items()}
 
     def _told_on(self, host: int) -> dict[int, tuple[str, dict[str, Any]]]:
         launcher, found = self._launchers[host].pid, {}
@@ -286,9 +284,8 @@ class Deployed:
         name, _, host = target.partition("@")
         if host:
             return int(host.removeprefix(HOST))
-        return next(
-            (n for n in range(len(self._launchers)) for known, _ in self._told_on(n).values() if known == name), 0
-        )
+        hosts = range(len(self._launchers))
+        return next((n for n in hosts if any(known == name for known, _ in self._told_on(n).values())), 0)
 
     def checkpoint_of(self, engine: str) -> Path:
         """Folder of the model of one that runs."""

@@ -42,6 +42,7 @@ from penstock.service.registry import ToldRegistry
 log = logging.getLogger("penstock.frontend")
 PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed is back by then
 FALL_BACK_AFTER = 0.5  # seconds without the master after which a frontend decides by itself
+QUEUED_AFTER = 3.0  # the same of what it had queued: engines get no whole queue at once because it starts again
 SILENT_AFTER = 3.0  # seconds without a message, of which one comes every second, after which the master is away
 
 NOBODY: Mapping[str, str] = {}
@@ -110,11 +111,13 @@ class _Question:
     """
     Attributes:
         since: when it was asked; its patience counts from `patient_since`.
+        queued: by a master that is lost.
     """
 
     place: Place
     since: float
     patient_since: float
+    queued: bool = False
 
     def again(self, now: float) -> Place:
         """As it is to be asked now."""
@@ -224,8 +227,8 @@ class RemotePlacement:
         self._ticked = now
         if not self._absent and now - self._heard > SILENT_AFTER:
             self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
-        if now - self._missed >= FALL_BACK_AFTER:
-            for question in list(self._asked.values()):
+        for question in list(self._asked.values()):
+            if now - self._missed >= (QUEUED_AFTER if question.queued else FALL_BACK_AFTER):
                 self._decide(question.again(now))
         why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
         for request_id, question in list(self._asked.items()):
@@ -246,7 +249,7 @@ class RemotePlacement:
         self._absent = reason
         self._missed = min(self._missed, self._clock.now())
         for question in self._queued.values():
-            question.patient_since = self._clock.now()
+            question.patient_since, question.queued = self._clock.now(), True
         self._asked |= self._queued
         self._queued.clear()
 

@@ -23,7 +23,7 @@ from penstock.service.fallback import least_loaded
 from penstock.service.instances import ChannelLost
 from penstock.service.master import Master
 from penstock.service.master_pump import TICK, LocalPlacement, MasterPump, Minutes, serve_frontends
-from penstock.service.placement import PATIENCE, SILENT_AFTER, RemotePlacement
+from penstock.service.placement import FALL_BACK_AFTER, PATIENCE, QUEUED_AFTER, SILENT_AFTER, RemotePlacement
 from penstock.service.policies import Policies
 from penstock.service.recorder import FlightRecorder
 from penstock.service.registry import LocalRegistry
@@ -260,7 +260,10 @@ def test_while_there_is_no_master_a_frontend_decides_by_itself():
         placement.ask(place("late"))
         placement.ask(place("avoids", exclude=["e"]))
         assert "late" not in asked.answers, "it may be back at once"
-        pass_time(placement, clock, SILENT_AFTER + 0.5)
+        pass_time(placement, clock, FALL_BACK_AFTER)
+        assert isinstance(asked.answers["late"], Placed)
+        assert isinstance(asked.answers["early"], Queued), "a queue goes to the engines only when there is no hope"
+        pass_time(placement, clock, QUEUED_AFTER)
         assert not placement.trouble
         placed = [([leg.peer.name for leg in p.route], p.policy) for p in map(asked.answers.get, ("early", "late"))]
         assert placed == [(["p", "e"], "fallback")] * 2
