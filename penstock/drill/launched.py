@@ -218,6 +218,7 @@ class Deployed:
         self.said = Said()
         self._log = log.open("ab")
         self._settings: dict[str, dict[str, Any]] = {}  # of each process, of its last incarnation that was told any
+        self._host: dict[str, int] = {}  # of each process
         self._launchers: list[Launcher] = []
         for host, file in enumerate(files):
             joins = ["join", f"{hosts.addresses[0]}:{PORT}", str(file)]
@@ -263,9 +264,10 @@ class Deployed:
 
     def _told_on(self, host: int) -> dict[int, tuple[str, dict[str, Any]]]:
         launcher, found = self._launchers[host].pid, {}
-        for pid, (name, settings) in told(launcher).items():
-            found[pid] = (on_host(name, host) if name == KV_POOL else name), settings
-            self._settings[name] = settings
+        for pid, (known, settings) in told(launcher).items():
+            name = on_host(known, host) if known == KV_POOL else known
+            found[pid] = name, settings
+            self._settings[name], self._host[name] = settings, host
         for pid, name in list(self.said.warm.items()):  # whose command line says nothing
             if name in self._settings and parent_of(pid) == launcher:
                 found[pid] = name, self._settings[name]
@@ -280,16 +282,13 @@ class Deployed:
         return dict(self.told().values())
 
     def host_of(self, target: str) -> int:
-        """Of what runs now, or of a disk."""
-        name, _, host = target.partition("@")
-        if host:
-            return int(host.removeprefix(HOST))
-        hosts = range(len(self._launchers))
-        return next((n for n in hosts if any(known == name for known, _ in self._told_on(n).values())), 0)
+        """Of a process that runs or has, or of a disk."""
+        host = target.partition("@")[2]
+        return int(host.removeprefix(HOST)) if host else self._host.get(target, 0)
 
     def checkpoint_of(self, engine: str) -> Path:
-        """Folder of the model of one that runs."""
-        return Path(self.settings()[engine]["options"]["model"]).resolve()
+        """Folder of the model of one that runs or has."""
+        return Path(self._settings[engine]["options"]["model"]).resolve()
 
     def grip(self, name: str) -> Grip | None:
         """Take hold of one of its processes; None when it does not run now."""
