@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.drill.run import Drill, Place, Result, Tell
 
 
+EVERY = 30.0  # seconds
 TERMINATED = 128 + signal.SIGTERM  # exit code, as a shell has it
 
 
@@ -110,14 +112,32 @@ def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def _live(console: Console) -> Iterator[Tell]:
-    """A line that moves, where there is a terminal."""
+    """A line that moves, where there is a terminal; else one for each thing that is begun."""
+    if not console.is_terminal:
+        yield _Lines().tell
+        return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet, refresh_per_second=4) as bar:
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+class _Lines:
+    """What is done, on standard error: when it is another thing, and how far it is every `EVERY` seconds."""
+
+    def __init__(self) -> None:
+        self._what, self._at = "", 0.0
+
+    def tell(self, what: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        counts = what[0].isdigit() and self._what[:1].isdigit()  # which change all the time
+        if now - self._at < EVERY and (what == self._what or counts):
+            return
+        self._what, self._at = what, now
+        far = f" ({done / total:.0%})" if done else ""
+        print(f"{time.strftime('%X')} {what}{far}", file=sys.stderr, flush=True)
 
 
 def _show_schedule(console: Console, drill: Drill) -> None:
