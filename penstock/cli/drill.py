@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.drill.run import Drill, Place, Result, Tell
+
+
+EVERY = 30.0  # seconds
+TERMINATED = 128 + signal.SIGTERM  # exit code, as a shell has it
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +42,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every promise was kept, 1 when one was broken or no fault met a stream, 2 for a wrong file."""
+    """0 when every promise was kept, 1 when one was broken or no fault met a stream, 2 for a wrong file, 143 at
+    SIGTERM."""
     import uvloop
     from rich.console import Console
 
@@ -60,8 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         _show_schedule(console, drill)
         return 0
-    with _place(drill, args.keep) as place, _live(Console(stderr=True)) as tell:
-        result: Result = uvloop.run(_drilled(drill, place, tell))
+    try:
+        with _place(drill, args.keep) as place, _live(Console(stderr=True)) as tell:
+            result: Result = uvloop.run(_drilled(drill, place, tell))
+    except asyncio.CancelledError:  # by SIGTERM; what was done is undone
+        return TERMINATED
     found = build("drill", {"file": args.file, **overrides}, document(drill, result), sys.argv)
     _show(console, found)
     if args.html:
@@ -74,12 +85,16 @@ def run(args: argparse.Namespace) -> int:
 async def _drilled(drill: Drill, place: Place, tell: Tell) -> Result:
     from penstock.drill import run as drills
 
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     return await drills.run(drill, place, tell)
 
 
 @contextlib.contextmanager
 def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
     """Where it runs; all of that is gone at the end, but for the folder that is to be kept."""
+    from penstock.cli.curve import SECRET
     from penstock.cli.run_folder import temporary_folder
     from penstock.drill.run import Place
 
@@ -91,19 +106,38 @@ def _place(drill: Drill, keep: str | None) -> Iterator[Place]:
         files.mkdir()
         if keep is not None:
             stack.callback(shutil.copytree, files, keep)
-        yield Place(folder=files, temporary=temporary, environment=os.environ)
+        environment = {**os.environ} | ({} if drill.secret is None else {SECRET: drill.secret})
+        yield Place(folder=files, temporary=temporary, environment=environment)
 
 
 @contextlib.contextmanager
 def _live(console: Console) -> Iterator[Tell]:
-    """A line that moves, where there is a terminal."""
+    """A line that moves, where there is a terminal; else one for each thing that is begun."""
+    if not console.is_terminal:
+        yield _Lines().tell
+        return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet, refresh_per_second=4) as bar:
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+class _Lines:
+    """What is done, on standard error: when it is another thing, and how far it is every `EVERY` seconds."""
+
+    def __init__(self) -> None:
+        self._what, self._at = "", 0.0
+
+    def tell(self, what: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        counts = what[0].isdigit() and self._what[:1].isdigit()  # which change all the time
+        if now - self._at < EVERY and (what == self._what or counts):
+            return
+        self._what, self._at = what, now
+        far = f" ({done / total:.0%})" if done else ""
+        print(f"{time.strftime('%X')} {what}{far}", file=sys.stderr, flush=True)
 
 
 def _show_schedule(console: Console, drill: Drill) -> None:

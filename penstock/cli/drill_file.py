@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +18,21 @@ from penstock.bench.dataset import NAMES, Dataset
 from penstock.cli.options import Option, between, integer, number, one_of, read_text, text, words
 from penstock.cli.up import read
 from penstock.core.errors import ConfigError
-from penstock.drill.faults import KINDS, Fault, Safety
+from penstock.drill.faults import DISK, HOST, KINDS, OF_DISKS, Fault, Safety, on_host, suits
+from penstock.drill.hosts import why_not
 from penstock.drill.launched import Expected
 from penstock.drill.run import Drill, Load
+from penstock.service.programs import KV_POOL
 from penstock.service.settings_file import SettingsFile, Spot
 
 if TYPE_CHECKING:
     from penstock.service.deployment import Deployment
 
-SECTIONS = ("deployment", "load", "safety", "promises", "faults")
+SECTIONS = ("deployment", "hosts", "load", "safety", "promises", "faults")
+# that no other host has
+OF_FIRST = ("instances", "frontends", "host", "port", "api-key", "flight-recorder", "scaling")
+CLUSTER = {"host": "127.0.0.1", "secret": "of it"}  # in the place of what hosts get once they are started
+LINE = re.compile(r".*?:\d+: ")  # before a message about another file
 
 
 def kinds(value: str) -> tuple[str, ...]:
@@ -61,7 +71,7 @@ PROMISES = (needed("recovery-p99-ms", number(0, 1e7), help="that the longest gap
 FAULTS = (
     needed("kind", kinds, help="one or several, of which one is drawn"),
     needed("every", number(0, 86_400), help="seconds in which it strikes once"),
-    needed("targets", words, help="engines, frontends, master, kv-pool, a group, or names of processes"),
+    needed("targets", words, help="engines, frontends, master, kv-pool, a group, hosts, links, disks, or names of any"),
     Option("for", number(0, 3600), 3.0, "seconds that it lasts; a kill takes no time"),
     Option("speed", number(0, 0.95), 0.3, "share of the time in which a slow process runs"),
 )
@@ -99,15 +109,27 @@ class _Parser:
         assert load is not None
         content, deployment = self._deployment()
         file.finish()
-        groups = {group.name: frozenset(group.instances[: group.count]) for group in deployment.groups}
-        breaks = _breaks(deployment)
+        listed = [self._host(entry, content) for entry in file.items(spots.get("hosts"))]
+        others = [found for found in listed if found is not None]
+        hosts = [deployment, *(other for _, other in others)]
+        if len(hosts) > 1:
+            self._check_shared(content)
+        file.finish()
+        groups = self._groups(hosts)
+        known = _Targets(hosts)
         if not groups:
             file.complain(spots["deployment"], "without instances, allowed is at least one")
-        faults = tuple(self._fault_of(spots_, values, groups, breaks, safety["healthy"]) for spots_, values in entries)
+        faults = tuple(self._fault_of(spots_, values, groups, known, safety["healthy"]) for spots_, values in entries)
+        disks = any(kind in OF_DISKS for fault in faults for kind in fault.kinds)
+        self._check_machine(len(hosts), disks)
         file.finish()
+        own_secret = None if deployment.cluster is None else deployment.cluster.secret
         drill = Drill(
             name=Path(self.path).stem,
-            deployment=content,
+            deployments=(content, *(other for other, _ in others)),
+            meets=known.meets,
+            disks=disks,
+            secret=secrets.token_hex(32) if others else own_secret,
             expected=Expected(
                 instances=frozenset(name for members in groups.values() for name in members),
                 frontends=deployment.frontends,
@@ -118,7 +140,7 @@ class _Parser:
             duration=top["duration"],
             seed=top["seed"],
             faults=faults,
-            safety=Safety(**safety, groups=groups, breaks=breaks),
+            safety=Safety(**safety, groups=groups, breaks=known.breaks),
             most_recovery_ms=promises["recovery_p99_ms"],
         )
         if not drill.strikes:
@@ -174,16 +196,25 @@ class _Parser:
             name, content = str(path), read_text(str(path), f"{self.path}:{spot.line}: deployment: {path}")
         else:
             name, content = self.path, self._text_of(spot)
-        deployment = self._checked(spot, read(name, content))
-        return yaml.safe_load(content), deployment
+        own = yaml.safe_load(content)
+        if "hosts" in self.spots and isinstance(own, dict):
+            if "cluster" in own:
+                why = "allowed with hosts is nothing: the drill says how they are reached"
+                self.file.complain(spot, f"cluster: given, {why}")
+                self.file.finish()
+            inner = not isinstance(spot.node, yaml.ScalarNode)  # a section of this file, which is indented
+            if not (isinstance(spot.node, yaml.MappingNode) and spot.node.flow_style):
+                content += f"\n{' ' * (inner * spot.node.start_mark.column)}cluster: {json.dumps(CLUSTER)}"
+        return own, self._checked(spot, read(name, content))
 
     def _checked(self, spot: Spot, deployment: Deployment) -> Deployment:
         if deployment.ray is not None:
             self.file.complain(spot, "launcher: 'ray', allowed is local: a drill only signals what it has started")
         if any(group.adopted for group in deployment.groups):
             self.file.complain(spot, "url: given, allowed are instances that a drill can start")
-        if deployment.cluster is not None:
-            self.file.complain(spot, "cluster: given, allowed is nothing: a drill only signals what it has started")
+        if deployment.cluster is not None and deployment.cluster.host != "127.0.0.1":
+            why = "allowed is 127.0.0.1: a drill only breaks what it has started"
+            self.file.complain(spot, f"cluster.host: {deployment.cluster.host!r}, {why}")
         try:
             local = deployment.server["host"] in ("0.0.0.0", "localhost") or ipaddress.ip_address(
                 deployment.server["host"]
@@ -193,6 +224,44 @@ class _Parser:
         if not local:
             self.file.complain(spot, f"host: {deployment.server['host']!r}, allowed is 127.0.0.1 or 0.0.0.0")
         return deployment
+
+    def _host(self, entry: Spot, first: Mapping[str, Any]) -> tuple[dict[str, Any], Deployment] | None:
+        """The same of another host, which has instances of its own, and all else as the first one has it."""
+        spots = self.file.section(entry, ["instances"])
+        if "instances" not in spots:
+            self.file.complain(entry, "instances is missing, and there is no default")
+            return None
+        own = yaml.safe_load(self._text_of(entry))
+        content = {key: value for key, value in first.items() if key.replace("_", "-") not in OF_FIRST} | own
+        try:
+            return content, read(self.path, yaml.safe_dump(content | {"cluster": CLUSTER}, sort_keys=False))
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                self.file.complain(entry, LINE.sub("", line))
+        return None
+
+    def _check_shared(self, content: Mapping[str, Any]) -> None:
+        """Hosts of one machine could reach each other around their cables."""
+        if (content.get("transport") or {}).get("kind") == "shared":
+            why = "transport.kind: 'shared', allowed with hosts are tcp and mooncake"
+            self.file.complain(self.spots["deployment"], why)
+
+    def _check_machine(self, hosts: int, disks: bool) -> None:
+        """Whether there can be such hosts here."""
+        if (hosts > 1 or disks) and (why := why_not(cables=hosts > 1)):
+            spot, what = (self.spots["hosts"], "a list") if hosts > 1 else (self.spots["faults"], " or ".join(OF_DISKS))
+            self.file.complain(spot, f"{what}, allowed is where root may make namespaces: {why}")
+
+    def _groups(self, hosts: Sequence[Deployment]) -> dict[str, frozenset[str]]:
+        """Names of instances by group."""
+        found: dict[str, frozenset[str]] = {}
+        for host, deployment in enumerate(hosts):
+            for group in deployment.groups:
+                if group.name in found:
+                    why = f"instances: {group.name!r} of {HOST}{host}, allowed is no name that another host has"
+                    self.file.complain(self.spots["hosts"], why)
+                found[group.name] = frozenset(group.instances[: group.count])
+        return found
 
     def _text_of(self, spot: Spot) -> str:
         """What stands there, each line in its place, so that mistakes are found at their lines."""
@@ -214,22 +283,22 @@ class _Parser:
         spots: Mapping[str, Spot],
         values: dict[str, Any],
         groups: Mapping[str, frozenset[str]],
-        breaks: Mapping[str, frozenset[str]],
+        known: _Targets,
         healthy: int,
     ) -> Fault:
-        targets: dict[str, None] = {}
-        several = {
-            "engines": sorted(name for members in groups.values() for name in members),
-            "frontends": sorted(name for name in breaks if name.startswith("frontend-")),
-            **{name: sorted(members) for name, members in groups.items()},
-        }
+        kinds, targets = values["kind"], dict[str, None]()
+        if "partition" in kinds and "hosts" not in self.spots:
+            self.file.complain(spots["kind"], f"{spots['kind'].shown}, allowed is partition where hosts are listed")
+            kinds = tuple(kind for kind in kinds if kind != "partition")
+        fitting = [name for name in known.breaks if all(suits(kind, name, known.instances) for kind in kinds)]
+        several = {word: names for word, names in known.several.items() if set(names) <= {*fitting} and names}
         for word in values["targets"]:
-            named = several.get(word) or ([word] if word in breaks else [])
+            named = several.get(word) or ([word] if word in fitting else [])
             targets |= dict.fromkeys(named)
-            if not named:
-                known = ", ".join(sorted({*breaks, *several}))
-                self.file.complain(spots["targets"], f"{word!r}, allowed are {known}")
-        alone = Safety(at_once=1, healthy=healthy, settle=0.0, groups=groups, breaks=breaks)
+            if not named and kinds:
+                allowed = ", ".join(sorted({*fitting, *several})) or "none, as no target suits all of these kinds"
+                self.file.complain(spots["targets"], f"{word!r}, allowed are {allowed}")
+        alone = Safety(at_once=1, healthy=healthy, settle=0.0, groups=groups, breaks=known.breaks)
         if targets and not any(alone.allows(name, ()) for name in targets):
             self.file.complain(
                 spots["targets"],
@@ -244,11 +313,39 @@ class _Parser:
         )
 
 
-def _breaks(deployment: Deployment) -> dict[str, frozenset[str]]:
-    """Of everything that can be a target, the instances that do not serve without it."""
-    instances = frozenset(name for group in deployment.groups for name in group.instances[: group.count])
-    found = {name: frozenset({name}) for name in instances}
-    found |= {f"frontend-{number_}": frozenset() for number_ in range(deployment.frontends)} | {"master": frozenset()}
-    if deployment.orphans is not None:
-        found["kv-pool"] = instances
-    return found
+class _Targets:
+    """What can be broken.
+
+    Attributes:
+        instances: of all hosts.
+        breaks: target -> instances that do not serve without it.
+        meets: target -> instances whose streams it meets; none for what may meet all.
+        several: words that stand for more than one.
+    """
+
+    def __init__(self, hosts: Sequence[Deployment]) -> None:
+        first = hosts[0]
+        of_host = [frozenset(n for group in host.groups for n in group.instances[: group.count]) for host in hosts]
+        self.instances = frozenset[str]().union(*of_host)
+        frontends = [f"frontend-{number_}" for number_ in range(first.frontends)]
+        masters = ["master", *(f"master-{n}" for n in range(1, (first.cluster and first.cluster.masters) or 1))]
+        found = {name: frozenset({name}) for name in sorted(self.instances)}
+        found |= dict.fromkeys([*frontends, *masters], frozenset())
+        found |= {on_host(KV_POOL, n): of_host[n] for n, host in enumerate(hosts) if host.orphans is not None}
+        disks = [on_host(DISK, n) for n in range(len(hosts))]
+        cables = {f"{HOST}{n}": of_host[n] for n in range(1, len(hosts))}
+        pairs = list(combinations(range(len(hosts)), 2)) if len(hosts) > 2 else []  # of two hosts it is the cable
+        links = {f"{HOST}{one}/{HOST}{other}": (one, other) for one, other in pairs}
+        found |= cables | dict.fromkeys(disks, frozenset())
+        found |= {name: frozenset() if one else of_host[other] for name, (one, other) in links.items()}
+        self.breaks: Mapping[str, frozenset[str]] = found
+        self.meets = found | {name: of_host[one] | of_host[other] for name, (one, other) in links.items()}
+        self.several = {
+            "engines": sorted(self.instances),
+            "frontends": frontends,
+            "masters": masters,
+            "hosts": [*cables],
+            "links": [*links],
+            "disks": disks,
+            **{group.name: group.instances[: group.count] for host in hosts for group in host.groups},
+        }

@@ -219,7 +219,7 @@ def make_site(
     registry: Registry
     if isinstance(master, str):
         channel = master_channel(context, master, name, clock, curve)
-        placement = remote = RemotePlacement(channel, clock, falls_back=not master)
+        placement = remote = RemotePlacement(channel, clock)
         registry = remote.registry
     else:
         policies, registry = BUNDLES["least_loaded"].make(Circumstances()), master

@@ -13,6 +13,7 @@ nothing: the system sends it for want of memory, and people and supervisors for 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -51,6 +52,24 @@ class Beat:
 LOADING = Beat(0, inf, STILL_LOADING)
 
 
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """A file of so many bytes, which has its room on the disk: a hole in it would be a fault of the process that writes
+    there once the disk is full. What an earlier process had is taken over, which needs no more room."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        if os.fstat(file.fileno()).st_size != size:
+            file.truncate(0)
+            file.write(bytes(size))
+            file.flush()
+        return mmap.mmap(file.fileno(), size)
+
+
+def forget(path: Path) -> None:
+    """The next process begins to beat anew. The file stays, and its room on the disk with it."""
+    for each, size in ((path, _LAYOUT.size), (box_of(path), _HEAD.size)):
+        with contextlib.suppress(FileNotFoundError), each.open("r+b") as file:
+            file.write(bytes(min(size, os.fstat(file.fileno()).st_size)))
+
+
 def step_limit(tokens: int, device: str) -> float:
     """Seconds that a step of so many tokens takes at the very most.
 
@@ -64,14 +83,13 @@ class Heartbeat:
     """The side that beats.
 
     Args:
-        path: of the file, which is made anew.
+        path: of the file.
         device: where an engine computes its steps.
     """
 
     def __init__(self, path: Path, device: str = "cpu") -> None:
-        path.write_bytes(bytes(_LAYOUT.size))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self._map = _mapped(path, _LAYOUT.size)
+        self._map[:] = bytes(_LAYOUT.size)
         self._number = 0
         self._device = device
 
@@ -141,13 +159,12 @@ class BlackBox:
     """The engine's side.
 
     Args:
-        path: of the file, which is made anew.
+        path: of the file.
+        incarnation: not 0.
     """
 
     def __init__(self, path: Path, incarnation: int) -> None:
-        with path.open("w+b") as file:
-            os.truncate(file.fileno(), _HEAD.size + ROOM)
-            self._map = mmap.mmap(file.fileno(), _HEAD.size + ROOM)
+        self._map = _mapped(path, _HEAD.size + ROOM)
         self._incarnation, self._steps, self._size = incarnation, 0, 0
         self._requests: Sequence[str] = ()
         self._write(failed=False)
@@ -173,7 +190,7 @@ class BlackBox:
 
 
 def read_black_box(path: Path) -> LastStep | None:
-    """None where there is none."""
+    """None where there is none, or nothing in it."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -181,5 +198,7 @@ def read_black_box(path: Path) -> LastStep | None:
     if len(data) != _HEAD.size + ROOM:
         return None
     incarnation, steps, failed, size = _HEAD.unpack_from(data)
+    if not incarnation:
+        return None
     text = data[_HEAD.size : _HEAD.size + min(size, ROOM)].decode(errors="replace")
     return LastStep(incarnation, steps, failed, tuple(text.split("\n")) if text else ())

@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["kill", "freeze", "slow"]
+Kind = Literal["kill", "freeze", "slow", "partition", "disk-full", "unmount"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+OF_DISKS: tuple[Kind, ...] = ("disk-full", "unmount")
+HOST, DISK = "host-", "disk"  # begin the names of targets that are no processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,8 @@ class Fault:
     Attributes:
         kinds: of which one is drawn each time.
         every: seconds; it strikes once in each span of so many, at a moment that is drawn.
-        targets: names of processes, of which one is drawn.
+        targets: names, of which one is drawn: of processes, of cables ("host-1", or "host-1/host-2" for what is between
+            those two alone), of disks.
         lasts: seconds; a kill takes no time.
         speed: share of the time in which a slow process runs.
     """
@@ -114,6 +117,34 @@ def _fitted(
         if target is not None:
             return Strike(begin, kind, target, lasts, fault.speed)
     return None
+
+
+def suits(kind: str, target: str, engines: Collection[str]) -> bool:
+    """Whether such a fault can strike there."""
+    if kind == "partition":
+        return target.startswith(HOST)
+    if kind == "disk-full":
+        return is_disk(target)
+    return target in engines if kind == "unmount" else is_process(target)
+
+
+def is_process(target: str) -> bool:
+    return not (target.startswith(HOST) or is_disk(target))
+
+
+def is_disk(target: str) -> bool:
+    return target.partition("@")[0] == DISK
+
+
+def on_host(name: str, host: int) -> str:
+    """What each host has one of, by its name in the whole."""
+    return f"{name}@{HOST}{host}" if host else name
+
+
+def cut_by(target: str) -> tuple[int, int | None]:
+    """The hosts between which nothing arrives; None stands for all others."""
+    one, _, other = target.partition("/")
+    return int(one.removeprefix(HOST)), int(other.removeprefix(HOST)) if other else None
 
 
 def over(strike: Strike, safety: Safety) -> float:

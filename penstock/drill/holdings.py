@@ -14,6 +14,7 @@ import zmq
 from penstock.core.errors import Unavailable
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Command, Event, Inspect, Inspection, decode_event
+from penstock.service.curve import Curve
 from penstock.transfer.kv_pool_client import pool_status
 
 ANSWER_MS = 2000  # that a process has to say what it holds
@@ -42,15 +43,18 @@ class Holdings:
     busy: tuple[str, ...] = ()
 
 
-def look(pids: Mapping[str, int], engines: Mapping[str, str], kv_pools: Sequence[str]) -> Holdings:
+def look(
+    pids: Mapping[str, int], engines: Mapping[str, str], kv_pools: Mapping[str, str], secret: str | None = None
+) -> Holdings:
     """
     Args:
         pids: of all processes, by name.
         engines: ZMQ endpoint of each, by name.
-        kv_pools: sockets of the KV pool servers.
+        kv_pools: socket of each KV pool server.
+        secret: of the deployment, where its links need one.
     """
-    busy = [each for name, endpoint in engines.items() for each in _of_engine(name, inspect(endpoint))]
-    busy += [each for path in kv_pools for each in _of_kv_pool(path, engines)]
+    busy = [each for name, endpoint in engines.items() for each in _of_engine(name, inspect(endpoint, secret))]
+    busy += [each for name, path in kv_pools.items() for each in _of_kv_pool(name, path, engines)]
     return Holdings(
         files={name: open_files(pid) for name, pid in pids.items()},
         ports=listening(pids.values()),
@@ -83,29 +87,37 @@ def _of_engine(name: str, inspection: Inspection | None) -> list[str]:
     return broken + [f"{name}: {inspection.counts[key]} {key}" for key in BUSY if inspection.counts.get(key)]
 
 
-def _of_kv_pool(path: str, engines: Iterable[str]) -> list[str]:
+def _of_kv_pool(name: str, path: str, engines: Iterable[str]) -> list[str]:
     try:
         status = pool_status(path)
     except Unavailable as error:
-        return [f"kv-pool: {error}"]
+        return [f"{name}: {error}"]
     strangers = [key for key in status.counts if key.startswith("held:") and key.removeprefix("held:") not in engines]
-    found = [f"kv-pool: {status.counts[key]} blocks of {key.removeprefix('held:')}" for key in strangers]
-    return found + [f"kv-pool: {status.broken}"] * bool(status.broken)
+    found = [f"{name}: {status.counts[key]} blocks of {key.removeprefix('held:')}" for key in strangers]
+    return found + [f"{name}: {status.broken}"] * bool(status.broken)
 
 
-def inspect(endpoint: str) -> Inspection | None:
+def inspect(endpoint: str, secret: str | None = None) -> Inspection | None:
     """What an engine says; None when it does not answer."""
     with zmq.Context() as context:
-        answer = ask(context, endpoint, Inspect(), Inspection)
+        answer = ask(context, endpoint, Inspect(), Inspection, None if secret is None else Curve(secret))
     assert answer is None or isinstance(answer, Inspection)
     return answer
 
 
-def ask(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, command: Command, kind: type[Event]) -> Event | None:
+def ask(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    command: Command,
+    kind: type[Event],
+    curve: Curve | None = None,
+) -> Event | None:
     """The first event of a kind that an engine answers a command with; None when none comes."""
     with context.socket(zmq.DEALER) as link:
         link.setsockopt(zmq.LINGER, 0)
         link.setsockopt(zmq.ROUTING_ID, b"probe")
+        if curve is not None:
+            curve.connect(link)
         link.connect(endpoint)
         link.send(codec.encode(command))
         while link.poll(ANSWER_MS):
@@ -186,16 +198,16 @@ class Marks:
 
     pids: Mapping[str, int]
     memory: frozenset[int]
-    folder: Path
+    folders: frozenset[Path]
 
     @classmethod
-    def of(cls, pids: Mapping[str, int], folder: Path) -> Marks:
+    def of(cls, pids: Mapping[str, int], folders: Iterable[Path]) -> Marks:
         """
         Args:
-            folder: for its temporary files, and for nothing else.
+            folders: for its temporary files, and for nothing else.
         """
         memory = frozenset(inode for pid in pids.values() for inode in pool_inodes(pid))
-        return cls(pids=dict(pids), memory=memory, folder=folder)
+        return cls(pids=dict(pids), memory=memory, folders=frozenset(folders))
 
     def left(self) -> list[str]:
         """One line on each thing that is still there."""
@@ -203,4 +215,4 @@ class Marks:
         for process in Path("/proc").glob("[0-9]*"):
             if self.memory & pool_inodes(int(process.name)):
                 found.append(f"process {process.name} still has the KV pool's memory")
-        return found + [f"{path} is left" for path in sorted(self.folder.glob("penstock-*"))]
+        return found + [f"{path} is left" for folder in self.folders for path in sorted(folder.glob("penstock-*"))]

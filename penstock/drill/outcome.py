@@ -180,7 +180,13 @@ def longest_gap(record: ClientRecord, struck: Struck) -> tuple[float, float]:
     return max(gaps, key=lambda gap: gap[1] - gap[0], default=(record.sent, record.sent))
 
 
-def longest_waits(record: ClientRecord, least: float) -> list[tuple[float, float]]:
-    """(begin, end) of all times of at least so many seconds between two tokens."""
+def longest_waits(record: ClientRecord, least: float, *, first: bool = False) -> list[tuple[float, float]]:
+    """(begin, end) of all times of at least so many seconds between two tokens.
+
+    Args:
+        first: count also the time until the first one, or until the end where there is none.
+    """
     times = [time for time, _ in record.events]
+    if first:
+        times = [record.sent, *(times or [record.end])]
     return [gap for gap in pairwise(times) if gap[1] - gap[0] >= least]

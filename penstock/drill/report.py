@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from penstock.bench.metrics import ClientRecord, Stats, summarise
 from penstock.drill.outcome import Hit, Struck, longest_waits
 from penstock.drill.run import Drill, Result
 
+STEP = 0.1  # seconds between two counts of streams
 WAIT = 0.25  # seconds between two tokens from which on the page shows it
 MOST_WAITS = 4000  # of them, the longest
 
@@ -60,6 +62,7 @@ def document(drill: Drill, result: Result) -> dict[str, Any]:
         "states": {name: [[at(time), state] for time, state in rows] for name, rows in sorted(result.states.items())},
         "memory": {name: [[at(time), size] for time, _, size in rows] for name, rows in sorted(result.memory.items())},
         "tokens_per_s": _tokens_per_second(result.records, origin),
+        "running": _running(result.records, origin),
     }
 
 
@@ -110,6 +113,27 @@ def _fault(struck: Struck, met: int, gaps: Sequence[float], at: Any) -> dict[str
 def _waits(records: Sequence[ClientRecord]) -> list[tuple[float, float]]:
     found = [wait for record in records for wait in longest_waits(record, WAIT)]
     return sorted(sorted(found, key=lambda wait: wait[0] - wait[1])[:MOST_WAITS])
+
+
+def _running(records: Sequence[ClientRecord], origin: float) -> list[list[float]]:
+    """Rows of a time, the streams that run then, and those that have not had a token for `WAIT` seconds or longer and
+    will not for a while."""
+    changes: dict[int, list[int]] = {}
+
+    def count(what: int, begin: float, end: float) -> None:
+        first, last = (math.ceil((time - origin) / STEP) for time in (begin, end))
+        for at, more in ((first, 1), (last, -1)):
+            changes.setdefault(at, [0, 0])[what] += more
+
+    for record in records:
+        count(0, record.sent, record.end)
+        for begin, end in longest_waits(record, WAIT, first=True):
+            count(1, begin, end)
+    rows, running, waiting = [], 0, 0
+    for at, (more, less) in sorted(changes.items()):
+        running, waiting = running + more, waiting + less
+        rows.append([round(at * STEP, 4), running, waiting])
+    return rows
 
 
 def _tokens_per_second(records: Sequence[ClientRecord], origin: float) -> list[int]:

@@ -20,11 +20,13 @@ from penstock.bench.dataset import Dataset
 from penstock.bench.metrics import ClientRecord
 from penstock.bench.serve import Bench, RequestOptions, closed_loop, open_loop
 from penstock.core.errors import PenstockError
-from penstock.drill.faults import Fault, Safety, Strike, schedule
+from penstock.drill.faults import Fault, Safety, Strike, is_process, schedule
 from penstock.drill.holdings import Holdings, Marks, grown, look, more_than, own_memory
-from penstock.drill.launched import Deployed, Expected, fetch, states
+from penstock.drill.hosts import Hosts
+from penstock.drill.launched import PORT, Deployed, Expected, fetch, states
 from penstock.drill.outcome import Outcome, Struck, judge
 from penstock.drill.strikes import strike_one
+from penstock.service.programs import KV_POOL
 from penstock.workload.requests import WorkRequest, limit_context, unrelated
 
 LOOK = 0.2  # seconds between two looks at the processes
@@ -61,8 +63,11 @@ class Drill:
     """What a file asks for.
 
     Attributes:
-        deployment: content of a deployment file.
+        deployments: content of a deployment file for each host, without how the hosts find each other.
         expected: what runs.
+        meets: target -> instances whose streams it meets; none for what may meet all.
+        disks: whether hosts have disks of their own.
+        secret: of the deployment, where there are several hosts.
         drain_timeout: seconds that its frontends wait for streams at their end.
         api_key: that clients need, if any.
         duration: seconds of load.
@@ -70,8 +75,11 @@ class Drill:
     """
 
     name: str
-    deployment: Mapping[str, Any]
+    deployments: tuple[Mapping[str, Any], ...]
     expected: Expected
+    meets: Mapping[str, frozenset[str]]
+    disks: bool
+    secret: str | None
     drain_timeout: float
     api_key: str | None
     load: Load
@@ -137,17 +145,28 @@ async def deployed(drill: Drill, place: Place, named: str) -> AsyncIterator[Depl
     Args:
         named: of its log.
     """
-    path = place.folder / f"{named}.yaml"
-    settings = dict(drill.deployment) | {"log-format": "json", "log-level": "info"}
-    path.write_text(yaml.safe_dump(settings, sort_keys=False))
-    environment = {**place.environment, "TMPDIR": str(place.temporary)}
-    words = ["up", str(path), "--port", "0"]
-    deployment = Deployed(words, environment, place.folder / f"{named}.log", drill.expected)
-    try:
-        await deployment.serves(STARTING)
-        yield deployment
-    finally:
-        await deployment.stop(drill.drain_timeout + STARTING)
+    with Hosts(len(drill.deployments), place.temporary if drill.disks else None) as hosts:
+        files = [place.folder / f"{named}{f'-{host}' if host else ''}.yaml" for host in range(len(drill.deployments))]
+        for host, (file, content) in enumerate(zip(files, drill.deployments, strict=True)):
+            file.write_text(yaml.safe_dump(_placed(content, host, hosts, drill, place), sort_keys=False))
+        environment = {**place.environment, "TMPDIR": str(place.temporary)}
+        deployment = Deployed(files, hosts, environment, place.folder / f"{named}.log", drill.expected)
+        try:
+            await deployment.serves(STARTING)
+            yield deployment
+        finally:
+            await deployment.stop(drill.drain_timeout + STARTING)
+
+
+def _placed(content: Mapping[str, Any], host: int, hosts: Hosts, drill: Drill, place: Place) -> dict[str, Any]:
+    """A host's deployment file."""
+    settings = dict(content) | {"log-format": "json", "log-level": "info"}
+    if "flight-recorder" in settings:  # on the disk that may be full, and no file of another run
+        settings["flight-recorder"] = str((place.temporary if drill.disks else place.folder) / "recorder")
+    if len(hosts.addresses) > 1:
+        settings["host"] = hosts.addresses[0]
+        settings["cluster"] = {"host": hosts.addresses[host], "port": PORT}
+    return settings
 
 
 class _Clients:
@@ -309,17 +328,16 @@ class _Disturbed:
 
     async def _ended_with(self, records: list[ClientRecord], leaks: list[str], wrong: list[str]) -> Result:
         drill, deployment = self.drill, self.deployment
-        marks = Marks.of(deployment.pids(), self.place.temporary)
+        folders = {deployment.hosts.seen(host, self.place.temporary) for host in range(len(drill.deployments))}
+        marks = Marks.of(deployment.pids(), folders)
         if why := deployment.ended():
             wrong.append(why)
         else:
             self.tell("stopping", 0, 1)
         wrong += await deployment.stop(drill.drain_timeout + STARTING)
         leaks += await asyncio.to_thread(marks.left)
-        routes = {record.number: deployment.routes.get(name_of(record.number), ()) for record in records}
-        outcome = judge(
-            records, self.reference.records, self.struck, routes, drill.safety.breaks, drill.expected.frontends
-        )
+        routes = {record.number: deployment.said.routes.get(name_of(record.number), ()) for record in records}
+        outcome = judge(records, self.reference.records, self.struck, routes, drill.meets, drill.expected.frontends)
         return Result(
             began=self.began,
             rate=self.reference.rate,
@@ -332,7 +350,7 @@ class _Disturbed:
             memory=self.memory,
             leaks=leaks,
             wrong=wrong,
-            raised=deployment.raised,
+            raised=deployment.said.raised,
         )
 
     async def _warm_up(self, bench: Bench, clients: _Clients) -> None:
@@ -347,12 +365,19 @@ class _Disturbed:
         deadline = time.monotonic() + QUIET
         while True:
             told = self.deployment.settings()
-            engines = {name: told[name]["address"] for name in self.drill.expected.instances if name in told}
-            pools = sorted({settings["path"] for name, settings in told.items() if name == "kv-pool"})
-            held = await asyncio.to_thread(partial(look, self.deployment.pids(), engines, pools))
+            engines = {
+                name: self._seen(name, told[name]["address"]) for name in self.drill.expected.instances & told.keys()
+            }
+            pools = {name: self._seen(name, each["path"]) for name, each in told.items() if name.startswith(KV_POOL)}
+            held = await asyncio.to_thread(partial(look, self.deployment.pids(), engines, pools, self.drill.secret))
             if enough(held) or time.monotonic() > deadline:
                 return held
             await asyncio.sleep(LOOK)
+
+    def _seen(self, name: str, address: str) -> str:
+        """Where this process finds a socket of another one's, whose address or path is given."""
+        kind, mark, path = address.rpartition("ipc://")
+        return f"{kind}{mark}{self.deployment.hosts.seen(self.deployment.host_of(name), Path(path))}"
 
     # --- the load and the faults beside it
 
@@ -403,11 +428,11 @@ class _Disturbed:
         Args:
             earlier: process id that it had.
         """
-        target, killed = struck.strike.target, struck.strike.kind == "kill"
+        target, killed = struck.strike.target, struck.strike.kind in ("kill", "unmount")
         deadline = time.monotonic() + RETURNING
         while time.monotonic() < deadline:
             pid = self.deployment.pids().get(target)
-            if pid is not None and not (killed and pid == earlier):
+            if not is_process(target) or (pid is not None and not (killed and pid == earlier)):
                 struck.ended = struck.ended or time.monotonic()
                 if await self._serves(target):
                     struck.back = time.monotonic()

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 
-from penstock.drill.faults import Strike
+from penstock.core.errors import PenstockError
+from penstock.drill.faults import Strike, cut_by
 from penstock.drill.launched import Deployed, Grip
 
 LOOK = 0.05  # seconds
@@ -15,18 +17,50 @@ CYCLE = 0.2  # seconds: a slow process runs for a share of each. Long beside a s
 
 
 async def strike_one(deployed: Deployed, strike: Strike, begun: Callable[[], object]) -> str:
-    """Do it and undo it; why it could not be done, or "".
+    """Do it and undo it; why it could not be done, or "". Raises PenstockError where it cannot be undone.
 
     Args:
         begun: called as soon as it is done.
     """
+    hosts = deployed.hosts
+    match strike.kind:
+        case "partition":
+            return await _held(hosts.cut(*cut_by(strike.target)), strike, begun)
+        case "disk-full":
+            return await _held(hosts.full(deployed.host_of(strike.target)), strike, begun)
     grip = deployed.grip(strike.target)
     if grip is None:
         return f"{strike.target} does not run"
     try:
+        if strike.kind == "unmount":
+            folder = deployed.checkpoint_of(strike.target)
+            return await _held(hosts.away(deployed.host_of(strike.target), folder), strike, begun, grip)
         return await _signalled(strike, grip, begun)
     finally:
         grip.close()
+
+
+async def _held(
+    fault: AbstractContextManager[None], strike: Strike, begun: Callable[[], object], victim: Grip | None = None
+) -> str:
+    """It lasts as long as it is to.
+
+    Args:
+        victim: is killed in the meantime, at once.
+    """
+    done = False
+    try:
+        with fault:
+            if victim is not None and not victim.send(signal.SIGKILL):
+                return f"{strike.target} has just ended"
+            done = True
+            begun()
+            await asyncio.sleep(strike.lasts)
+    except PenstockError as error:
+        if done:
+            raise
+        return str(error)
+    return ""
 
 
 async def _signalled(strike: Strike, grip: Grip, begun: Callable[[], object]) -> str:

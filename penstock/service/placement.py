@@ -41,7 +41,8 @@ from penstock.service.registry import ToldRegistry
 
 log = logging.getLogger("penstock.frontend")
 PATIENCE = 10.0  # seconds that an answer may take; a master that hung or failed is back by then
-FALL_BACK_AFTER = 0.5  # seconds without the master after which a frontend decides by itself, where it may
+FALL_BACK_AFTER = 0.5  # seconds without the master after which a frontend decides by itself
+QUEUED_AFTER = 3.0  # the same of what it had queued: engines get no whole queue at once because it starts again
 SILENT_AFTER = 3.0  # seconds without a message, of which one comes every second, after which the master is away
 
 NOBODY: Mapping[str, str] = {}
@@ -110,11 +111,13 @@ class _Question:
     """
     Attributes:
         since: when it was asked; its patience counts from `patient_since`.
+        queued: by a master that is lost.
     """
 
     place: Place
     since: float
     patient_since: float
+    queued: bool = False
 
     def again(self, now: float) -> Place:
         """As it is to be asked now."""
@@ -123,10 +126,7 @@ class _Question:
 
 class RemotePlacement:
     """The master is another process. Questions that it has not answered when it fails or falls silent are asked again
-    of the next incarnation.
-
-    Args:
-        falls_back: decide here while there is no master; another one may be elected only later.
+    of the next incarnation. Until there is one this frontend decides itself, where a master has ever been.
 
     Attributes:
         wants_keys, troubles: as the master said last.
@@ -134,8 +134,7 @@ class RemotePlacement:
         engine_ended: is told how engines ended.
     """
 
-    def __init__(self, channel: MasterChannel, clock: Clock, falls_back: bool = False) -> None:
-        self._falls_back = falls_back
+    def __init__(self, channel: MasterChannel, clock: Clock) -> None:
         self._choose: Choose = _not_started
         self._missed = float("inf")  # since when there is none
         self._channel = channel
@@ -161,11 +160,8 @@ class RemotePlacement:
 
     @property
     def trouble(self) -> str:
-        """A short absence of the master is no trouble: questions wait."""
-        away = self._absent and self._clock.now() - self._heard > SILENT_AFTER
-        if self._falls_back and self._missed < float("inf"):
-            return ""
-        return f"the master cannot be asked: {self._absent}" if away else ""
+        """The absence of a master that was there is no trouble."""
+        return f"the master cannot be asked: {self._absent}" if self._absent and self._missed == float("inf") else ""
 
     @property
     def waiting(self) -> int:
@@ -231,8 +227,8 @@ class RemotePlacement:
         self._ticked = now
         if not self._absent and now - self._heard > SILENT_AFTER:
             self._miss(f"nothing was heard of it for {now - self._heard:.0f} s")
-        if now - self._missed >= FALL_BACK_AFTER:
-            for question in list(self._asked.values()):
+        for question in list(self._asked.values()):
+            if now - self._missed >= (QUEUED_AFTER if question.queued else FALL_BACK_AFTER):
                 self._decide(question.again(now))
         why = f"the master cannot be asked: {self._absent or 'it does not answer'}"
         for request_id, question in list(self._asked.items()):
@@ -251,10 +247,9 @@ class RemotePlacement:
         """The master is lost."""
         log.warning("the master has gone: %s", reason)
         self._absent = reason
-        if self._falls_back:
-            self._missed = min(self._missed, self._clock.now())
+        self._missed = min(self._missed, self._clock.now())
         for question in self._queued.values():
-            question.patient_since = self._clock.now()
+            question.patient_since, question.queued = self._clock.now(), True
         self._asked |= self._queued
         self._queued.clear()
 
@@ -276,6 +271,7 @@ class RemotePlacement:
         match message:
             case Joined(protocol=protocol) if protocol != PROTOCOL:
                 self._absent, self._heard = f"it speaks protocol {protocol}, this frontend {PROTOCOL}", float("-inf")
+                self._missed = float("inf")
             case Joined():
                 back, self._absent, self._heard = bool(self._absent), "", now
                 self._missed = float("inf")

@@ -7,6 +7,8 @@ the last frame at most; an incomplete frame is not read, and overwritten.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -31,6 +33,8 @@ HEAD = Struct("<II")
 LARGEST = 1 << 26  # bytes of a record; a length beyond it is none
 LIMIT = 128 << 20  # bytes of a file; there are two
 EVERY = 0.05  # seconds between two looks at the recorder: what a crash loses
+AGAIN = 10.0  # seconds from a failure until it is tried again
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FIELD = "flight-recorder"
 
 
@@ -42,7 +46,8 @@ class RecorderFile:
         wall: seconds since 1970, UTC.
 
     Raises:
-        ConfigError: the file cannot be written, is something else, or is written by another process.
+        ConfigError: the file cannot be written, is something else, or is written by another process. Not for want of
+            room, which there may be later.
     """
 
     def __init__(
@@ -56,11 +61,14 @@ class RecorderFile:
         self._path, self._recorder, self._clock, self._limit, self._wall = path, recorder, clock, limit, wall
         self._encoder = RecordEncoder()
         self._written = recorder.total  # entries
-        self._failed = False
+        self._whole = 0  # bytes of the file up to the last record that is whole; 0 while that is to be found
+        self._again = 0.0  # when it is tried again; 0 while it has not failed
         try:
             self._open()
         except OSError as error:
-            raise ConfigError(f"{FIELD}: {path} cannot be written ({error.strerror or error})", FIELD) from None
+            if error.errno not in NO_ROOM:
+                raise ConfigError(f"{FIELD}: {path} cannot be written ({error.strerror or error})", FIELD) from None
+            self._stop(error)
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -69,22 +77,36 @@ class RecorderFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write new entries. After a failure, which is logged, nothing more is written; serving continues."""
+        """Write new entries. After a failure, which is logged, those of `AGAIN` seconds are not; serving continues."""
         new, behind = self._recorder.since(self._written), self._recorder.total - self._written
         self._written += behind
-        if self._failed or not new:
+        if not new or self._clock.now() < self._again:
             return
         if len(new) < behind:
             log.warning("the flight recorder could not keep up: %d entries are missing", behind - len(new))
         try:
+            if self._again:
+                self._open()
+                self._again = 0.0
+                log.warning("the flight recorder goes on: %s; what came since it stopped is missing", self._path)
             for entry in new:
                 self._write(self._encoder.encode(entry))
                 if self._file.tell() > self._limit:
                     self._rotate()
-            self._file.flush()
+            self._flush()
         except Exception as error:
-            self._failed = True
+            self._stop(error)
+
+    def _flush(self) -> None:
+        self._file.flush()
+        self._whole = self._file.tell()
+
+    def _stop(self, error: Exception) -> None:
+        if not self._again:
             log.error("the flight recorder stops: %s: %s", self._path, error)
+        self._again = self._clock.now() + AGAIN
+        with contextlib.suppress(OSError):  # what is not written yet
+            self._file.close()
 
     def close(self) -> None:
         """Write the rest."""
@@ -105,17 +127,17 @@ class RecorderFile:
             self._file.write(MAGIC)
         else:
             _check_kind(self._file, self._path, FIELD)
-            end = self._file.tell()
-            for record in _frames(self._file):
-                end += HEAD.size + len(record)
-            self._file.seek(end)
+            if not self._whole:
+                self._whole = self._file.tell() + sum(HEAD.size + len(record) for record in _frames(self._file))
+            self._file.seek(self._whole)
             self._file.truncate()
         self._write([self._encoder.begin(self._clock.now(), self._wall())])
-        self._file.flush()
+        self._flush()
 
     def _rotate(self) -> None:
         self._file.close()
         self._path.replace(_older(self._path))
+        self._whole = 0
         self._open()
 
     def _write(self, records: list[AnyRecord]) -> None:

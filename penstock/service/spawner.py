@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from penstock.core.heartbeat import LastStep, box_of, read_black_box, read_heartbeat
+from penstock.core.heartbeat import LastStep, box_of, forget, read_black_box, read_heartbeat
 from penstock.service.answer_guard import AnswerGuard
 from penstock.service.process import begin
 from penstock.service.supervisor import STOP, ProcessKind, Program
@@ -133,8 +133,7 @@ class LocalProcess:
             program.socket.unlink(missing_ok=True)
         self._watch = None
         if program.heartbeat is not None:
-            program.heartbeat.unlink(missing_ok=True)
-            box_of(program.heartbeat).unlink(missing_ok=True)
+            forget(program.heartbeat)
             self._watch = Watch(now, timeout, waits=program.needs is not None)
         self._guard = AnswerGuard() if program.kind == "frontend" else None
         self._process = warm or begin(

@@ -34,6 +34,7 @@ th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--ru
 th { color: var(--soft); font-weight: 500; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 tr:last-child td { border-bottom: 0; }
+table.words td, table.words th { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 td i, .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }
 details summary { cursor: pointer; color: var(--soft); margin-top: 8px; }
 .legend { margin: 0 0 4px; font-size: 13px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 2px 16px; }
@@ -52,6 +53,9 @@ svg text.value { fill: var(--ink); font-weight: 600; } svg text.name { fill: var
 .any { fill: var(--c0); background: var(--c0); } .prefill { fill: var(--c1); background: var(--c1); }
 .decode { fill: var(--c2); background: var(--c2); } .other { fill: var(--c4); background: var(--c4); }
 .down { fill: var(--down); background: var(--down); }
+.c0 { fill: var(--c0); background: var(--c0); } .c3 { fill: var(--c3); background: var(--c3); }
+.c4 { fill: var(--c4); background: var(--c4); } .c5 { fill: var(--c5); background: var(--c5); }
+.c6 { fill: var(--c6); background: var(--c6); } .c9 { fill: var(--c9); background: var(--c9); }
 .b0 { opacity: 0.22; } .b1 { opacity: 0.45; } .b2 { opacity: 0.7; }
 """
 
@@ -82,15 +86,22 @@ def figure(title: str, content: str, note: str = "", *, wide: bool = False) -> s
     return f"<figure{kind}><figcaption>{escape(title)}{small}</figcaption>{content}</figure>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[int] = ()) -> str:
-    """Text in rows and columns, the rows beginning with a colour if there are any; "" without rows."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[int] = (), *, words: bool = False
+) -> str:
+    """Text in rows and columns, the rows beginning with a colour if there are any; "" without rows.
+
+    Args:
+        words: what is in it is sentences, and no numbers.
+    """
     if not rows:
         return ""
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     for i, row in enumerate(rows):
         swatch = f'<i style="background:var(--c{colours[i]})"></i>' if colours else ""
         lines.append(f"<tr><td>{swatch}" + "</td><td>".join(escape(cell) for cell in row) + "</td></tr>")
-    return f"<table>{''.join(lines)}</table>"
+    kind = ' class="words"' if words else ""
+    return f"<table{kind}>{''.join(lines)}</table>"
 
 
 def folded(summary: str, content: str) -> str:

@@ -17,6 +17,7 @@ BANDS = 56  # places along the x axis that have a tooltip
 COLOURS = 10
 ROW = 26  # of a bar
 LABELS = 150  # pixels, of bars
+NAMES = 100  # pixels, of strips
 TICK = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -181,14 +182,16 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
 # --- charts
 
 
-def line_chart(lines: Sequence[Line], x: Axis, y: Axis, marks: Sequence[Mark] = (), *, width: int = WIDTH) -> str:
+def line_chart(
+    lines: Sequence[Line], x: Axis, y: Axis, marks: Sequence[Mark] = (), *, width: int = WIDTH, left: int = LEFT
+) -> str:
     """Lines over a common axis, with a legend above when there are several. "" when there is nothing to draw."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
     xs = [px for line in lines for px, _ in line.points] + [mark.at for mark in marks if not mark.level]
     ys = [py for line in lines for _, py in line.points if py is not None]
-    across = _Scale.over(x, xs, LEFT, width - RIGHT)
+    across = _Scale.over(x, xs, left, width - RIGHT)
     up = _Scale.over(y, [*ys, *(mark.at for mark in marks if mark.level)], HEIGHT - BOTTOM, TOP)
     parts = [*_axes(across, up, width, HEIGHT - BOTTOM)]
     parts += [_mark(mark, across, up) for mark in marks]
@@ -215,26 +218,26 @@ def bar_chart(bars: Sequence[Bar], axis: Axis, *, bound: str = "") -> str:
     return legend + _svg(WIDTH, height, axis.label, parts)
 
 
-def strip_chart(strips: Sequence[Strip], x: Axis, legend: Sequence[tuple[str, str]], *, width: int) -> str:
+def strip_chart(
+    strips: Sequence[Strip], x: Axis, legend: Sequence[tuple[str, str]], *, width: int, left: int = NAMES
+) -> str:
     """A row of stretches for each name. `legend`: (name, CSS class of the stretches)."""
     if not any(strip.stretches for strip in strips):
         return ""
     row = max(5, min(20, 640 // len(strips)))
     height = row * len(strips) + TOP + BOTTOM
     ends = [end for strip in strips for begin, end, _, _ in strip.stretches]
-    across = _Scale.over(Axis(x.label, low=0.0), ends, LEFT + 42, width - RIGHT)
+    across = _Scale.over(Axis(x.label, low=0.0, high=x.high), ends, left, width - RIGHT)
     parts = list(_x_axis(across, TOP, height - BOTTOM, width))
     every = math.ceil(11 / row)
     for i, strip in enumerate(strips):
         top = TOP + i * row
         if i % every == 0:
-            parts.append(
-                f'<text class="name" x="{LEFT + 36}" y="{top + row / 2 + 3.5:.1f}">{escape(strip.name)}</text>'
-            )
+            parts.append(f'<text class="name" x="{left - 6}" y="{top + row / 2 + 3.5:.1f}">{escape(strip.name)}</text>')
         for begin, end, kind, title in strip.stretches:
-            left, right = across.at(begin), across.at(end)
+            at, right = across.at(begin), across.at(end)
             parts.append(
-                f'<rect class="{kind}" x="{left:.1f}" y="{top + 0.5}" width="{max(right - left, 0.5):.1f}" '
+                f'<rect class="{kind}" x="{at:.1f}" y="{top + 0.5}" width="{max(right - at, 0.5):.1f}" '
                 f'height="{row - 1}"><title>{escape(title)}</title></rect>'
             )
     named = "".join(f'<span><i class="{kind}"></i>{escape(name)}</span>' for name, kind in legend)
@@ -252,10 +255,10 @@ def _axes(across: _Scale, up: _Scale, width: int, bottom: float) -> Iterable[str
     yield from _x_axis(across, TOP, bottom, width)
     for tick in up.ticks():
         at = up.at(tick)
-        yield f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield f'<text class="y" x="{LEFT - 7}" y="{at + 3.5:.1f}">{up.axis.shown(tick)}</text>'
-    middle = (TOP + bottom) / 2
-    yield f'<text class="label" x="13" y="{middle}" transform="rotate(-90 13 {middle})">{escape(up.axis.label)}</text>'
+        yield f'<line class="grid" x1="{across.begin}" x2="{width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text class="y" x="{across.begin - 7}" y="{at + 3.5:.1f}">{up.axis.shown(tick)}</text>'
+    x, y, label = across.begin - LEFT + 13, (TOP + bottom) / 2, escape(up.axis.label)
+    yield f'<text class="label" x="{x}" y="{y}" transform="rotate(-90 {x} {y})">{label}</text>'
 
 
 def _x_axis(across: _Scale, top: float, bottom: float, width: int) -> Iterable[str]:

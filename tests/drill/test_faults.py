@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.drill.faults import Fault, Safety, over, schedule
+from penstock.drill.faults import KINDS, Fault, Safety, over, schedule
 
 GROUPS = {"p": frozenset({"p-0", "p-1", "p-2"}), "d": frozenset({"d-0", "d-1"})}
 BREAKS = {name: frozenset({name}) for members in GROUPS.values() for name in members} | {"master": frozenset()}
 
 faults = st.builds(
     Fault,
-    kinds=st.lists(st.sampled_from(["kill", "freeze", "slow"]), min_size=1, max_size=3, unique=True).map(tuple),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True).map(tuple),
     every=st.floats(2, 60),
     targets=st.lists(st.sampled_from(sorted(BREAKS)), min_size=1, unique=True).map(tuple),
     lasts=st.floats(0.1, 10),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli import drill_file
 from penstock.cli.drill_file import read_drill
 from penstock.core.errors import ConfigError
 from penstock.drill.outcome import Outcome, Struck
@@ -27,26 +28,61 @@ def drill(tmp_path, text=SMALL, **overrides):
     return read_drill(str(path), overrides)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("drill-*.yaml")), ids=lambda path: path.stem)
-def test_the_recipes_strike_every_twenty_seconds(recipe):
-    made = read_drill(str(recipe))
+@pytest.fixture(autouse=True)
+def _any_machine(monkeypatch):
+    monkeypatch.setattr(drill_file, "why_not", lambda cables: "")
+
+
+@pytest.mark.parametrize("recipe", ["drill-demo", "drill-paced"])
+def test_these_recipes_strike_every_twenty_seconds(recipe):
+    made = read_drill(str(RECIPES / f"{recipe}.yaml"))
     assert len(made.strikes) == 30
     assert {strike.target for strike in made.strikes} <= made.expected.instances
+    assert (made.disks, made.secret) == (False, None)
+
+
+def test_hosts_have_cables_links_and_disks(monkeypatch):
+    path = str(RECIPES / "drill-hosts.yaml")
+    made = read_drill(path)
+    assert {strike.kind for strike in made.strikes} == {"partition", "disk-full", "unmount", "kill"}
+    first, second, _ = made.deployments
+    assert second == {key: value for key, value in first.items() if key != "flight-recorder"} | second
+    assert made.safety.breaks["host-2"] == made.safety.breaks["host-0/host-2"] == {"second-0", "second-1"}
+    assert made.safety.breaks["host-1/host-2"] == frozenset()
+    assert made.meets["host-1/host-2"] == {"first-0", "first-1", "second-0", "second-1"}
+    assert made.safety.breaks["kv-pool@host-1"] == {"first-0", "first-1"}
+    assert made.disks
+    assert made.secret
+    monkeypatch.setattr(drill_file, "why_not", lambda cables: f"{cables}, you are nobody")
+    with pytest.raises(
+        ConfigError, match=r"hosts: .*, allowed is where root may make namespaces: True, you are nobody"
+    ):
+        read_drill(path)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "kind: kill",
-            "kind: partition",
-            "faults[0].kind: 'partition', allowed is one or several of kill, freeze, slow",
-        ),
+        ("kind: kill", "kind: partition", "faults[0].kind: 'partition', allowed is partition where hosts are listed"),
         (
             "kind: kill",
             "kind: [kill, disk]",
-            "faults[0].kind: a list, allowed is one or several of kill, freeze, slow, not 'disk'",
+            "faults[0].kind: a list, allowed is one or several of kill, freeze, slow, partition, disk-full, unmount, "
+            "not 'disk'",
         ),
+        ("kind: kill", "kind: [kill, disk-full]", "'engines', allowed are none, as no target suits all of these kinds"),
+        (
+            "kind: kill, every: 10, targets: engines",
+            "kind: unmount, every: 10, targets: disk",
+            "'disk', allowed are engine",
+        ),
+        (
+            "faults:",
+            "hosts: [instances: [{count: 1}]]\nfaults:",
+            "hosts: instances: 'engine' of host-1, allowed is no name that another host has",
+        ),
+        ("faults:", "hosts: [instances: [{count: 0}]]\nfaults:", "5: hosts[0]: instances[0].count: '0', allowed is"),
+        ("faults:", "hosts: [{}]\nfaults:", "hosts[0]: instances is missing"),
         ("kind: kill, ", "", "faults[0]: kind is missing"),
         (
             "targets: engines",

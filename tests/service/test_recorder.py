@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import resource
 from math import inf
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock.core.clock import ManualClock
 from penstock.core.errors import ConfigError
 from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Later, Rates, Start, Stop
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.service import recorder_file
 from penstock.service.history import first_token
 from penstock.service.recorder import DecidedEntry, EndedEntry, FlightRecorder
 from penstock.service.recorder_file import MAGIC, RecorderFile, read
@@ -302,10 +304,37 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     make_file(tmp_path / "r").close()
 
 
-def test_a_disk_that_is_full_stops_the_recorder_and_nothing_else(tmp_path, caplog):
+def test_a_disk_that_is_full_stops_the_recorder_for_a_while_and_nothing_else(tmp_path, caplog):
+    recorder, path = FlightRecorder(), tmp_path / "r"
+    file = make_file(path, recorder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for number in range(40):
+            recorder.ended(float(number), f"{number:64}", "f", None)
+            file.flush()
+            if number == 2:  # the next record is cut off
+                resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+            if number == 10:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+                make_file(path.with_name("other")).close()  # a master that starts now serves without it
+            if number == 30:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            file._clock.advance(1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    assert caplog.text.count(f"the flight recorder stops: {path}:") == 1
+    assert f"the flight recorder stops: {path.with_name('other')}:" in caplog.text
+    assert caplog.text.count("the flight recorder goes on") == 1
+    ids = [int(entry.request_id) for _, entry in read(path)]
+    assert ids == [0, 1, 2, *range(ids[3], 40)]
+    assert 30 < ids[3] <= 31 + recorder_file.AGAIN
+
+
+def test_one_that_cannot_be_rotated_stops_too(tmp_path, caplog):
     recorder = FlightRecorder()
     file = make_file(tmp_path / "r", recorder, limit=1)
-    (tmp_path / "r.1").mkdir()  # it cannot be rotated
+    (tmp_path / "r.1").mkdir()
     (tmp_path / "r.1" / "x").touch()
     for number in range(3):
         recorder.ended(float(number), str(number), "f", None)
