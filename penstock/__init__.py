@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from penstock.core.version import VERSION
+
 if TYPE_CHECKING:
     from penstock.core.sampling import SamplingParams
     from penstock.llm import LLM, BeamSearchParams
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 

@@ -27,6 +27,11 @@ def device(name: str) -> str:
     return name
 
 
+def folder(name: str) -> str:
+    """Its path from the root: what uses it may run elsewhere. It need not be there."""
+    return str(Path(text(name)).expanduser().absolute())
+
+
 ENGINE_OPTIONS = (
     Option("device", device, None, "cpu, cuda or cuda:N; by default CUDA where there is one"),
     Option(
@@ -66,6 +71,13 @@ ENGINE_OPTIONS = (
         None,
         "size of a KV tier in the host's memory, below a GPU's, such as 64G; by default none",
     ),
+    Option(
+        "disk-cache",
+        folder,
+        None,
+        "folder for a KV tier on a disk of this machine, below a CPU's; it outlives the server; by default none",
+    ),
+    Option("disk-cache-size", size, None, "size of it, of each engine; by default 16G"),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
     Option(

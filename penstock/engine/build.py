@@ -16,6 +16,7 @@ from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import StepPlan
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.calibration import trial
+from penstock.engine.disk_tier import SIZE, SIZE_OPTION, check_disk_tier, open_disk_tier
 from penstock.engine.executor.base import Executor, Memory
 from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
@@ -31,7 +32,7 @@ from penstock.nn import native
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.limits import host_blocks
+from penstock.sched.local.limits import tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, memfd_pool
@@ -110,6 +111,7 @@ def build_engine(
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     check_host_tier(options.host_cache_memory, device)
+    check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
@@ -139,7 +141,8 @@ def _build(
     worker = Worker(options, None if others is None else others.join(), progress, peers)
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
     windows = windows_of(layout.groups)
-    slots = host_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
+    slots = tier_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
+    on_disk = _disk_blocks(options, layout)
     block_bytes = layout.block_bytes * size
     if asked is not None:
         check_asked(_on_one_device(asked - asked % block_bytes, options, model.device), model.device, promised)
@@ -168,8 +171,12 @@ def _build(
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
-    mover = open_host_tier(cache, slots) if slots else None
-    offload = Offload(blocks, Tier(slots)) if slots else None
+    mover, offload = None, None
+    if slots:
+        mover, offload = open_host_tier(cache, slots), Offload(blocks, Tier(slots))
+    elif options.disk_cache is not None:  # never below a tier in the host's memory, which a CPU does not have
+        mover, tier, block_seconds = open_disk_tier(cache, options.disk_cache, on_disk)
+        offload = Offload(blocks, tier, block_seconds)
     scheduler = Scheduler(
         limits,
         blocks,
@@ -231,6 +238,12 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
     threads = max(1, torch.get_num_threads() // size)
     native.set_threads(threads)
     return RankProcesses(options, device, threads)
+
+
+def _disk_blocks(options: EngineOptions, layout: KVLayout) -> int:
+    """KV blocks of the tier on disk; 0 where none is asked for. Raises ConfigError."""
+    size = None if options.disk_cache is None else options.disk_cache_size or SIZE
+    return tier_blocks(size, layout.block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
 
 
 def _on_one_device(memory: int, options: EngineOptions, device: torch.device) -> int:

@@ -31,10 +31,11 @@ class HostSlots:
         self._cache: KVCache | None = cache
         self._memory = PoolMemory.anonymous(num_slots, self.block_bytes)
 
-    def store(self, moves: Sequence[Move]) -> None:
+    def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
         blocks = self._blocks
         for block, slot, *_ in moves:  # not by torch, whose threads would spin on the cores that steps are computed on
             ctypes.memmove(self._place(slot), blocks + block * self.block_bytes, self.block_bytes)
+        return [self.content(move.slot) for move in moves]
 
     def load(self, moves: Iterable[Move]) -> int:
         blocks, count = self._blocks, 0
@@ -84,7 +85,7 @@ class PinnedSlots(HostSlots):
                 f"{OPTION}: {size / 2**30:.1f} GiB cannot be pinned (CUDA error {status}), allowed is what can", OPTION
             )
 
-    def store(self, moves: Sequence[Move]) -> None:
+    def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
         assert self._cache is not None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._computed)
@@ -93,6 +94,7 @@ class PinnedSlots(HostSlots):
                     self._slots[slot].copy_(self._cache.block(block), non_blocking=True)
             finally:
                 self._wait()
+        return [self.content(move.slot) for move in moves]
 
     def load(self, moves: Iterable[Move]) -> int:
         assert self._cache is not None
@@ -137,7 +139,8 @@ def check_host_tier(asked: int | None, device: torch.device) -> None:
     size = f"{OPTION}: {asked / 2**30:.1f} GiB"
     if device.type == "cpu":
         raise ConfigError(
-            f"{size} below a CPU, whose cache is the host's memory itself: give kv-cache-memory more", OPTION
+            f"{size} below a CPU, whose cache is the host's memory itself: give kv-cache-memory more, or a disk-cache",
+            OPTION,
         )
     if asked > (free := available_memory()):
         raise ConfigError(f"{size}, {free / 2**30:.1f} GiB are free on this machine", OPTION)

@@ -360,8 +360,9 @@ class Engine:
                     self._ledger.write(published)
             if "device" in self.cache_logs:
                 self.cache_logs["device"].note([p.key for p in added if p.told], removed)
-        if "host" in self.cache_logs and self.scheduler.offload is not None:
-            self.cache_logs["host"].note(*self.scheduler.offload.tier.take_changes())
+        if self.cache_logs and self.scheduler.offload is not None:
+            tier = self.scheduler.offload.tier
+            self.cache_logs[tier.name].note(*tier.take_changes())
 
     @property
     def at_rest(self) -> bool:
@@ -385,7 +386,7 @@ class Engine:
         """From now on it is kept what comes and goes in each tier of the cache."""
         self.cache_logs = {"device": CacheLog()}
         if self.scheduler.offload is not None:
-            self.cache_logs["host"] = CacheLog()
+            self.cache_logs[self.scheduler.offload.tier.name] = CacheLog()
 
     # --- ends and checks
 

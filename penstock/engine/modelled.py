@@ -37,7 +37,7 @@ from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
-from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, STOPS_IN, Sizes, fitting_blocks, host_blocks, sized
+from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, STOPS_IN, Sizes, fitting_blocks, sized, tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import make_speculation
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
@@ -124,7 +124,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     shape = _shape(options.geometry, config).storing(options.kv_cache_dtype)
     times = StepTime(device, shape)
     sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
-    slots = host_blocks(options.host_cache_memory, shape.block_bytes, prefix_cache=options.prefix_cache)
+    slots = tier_blocks(options.host_cache_memory, shape.block_bytes, prefix_cache=options.prefix_cache)
     windows = windows_of(shape.kv_groups)
     layout = KVLayout(
         model=_identity(config, replace(shape, kv_dtype=None)),

@@ -44,10 +44,11 @@ class ModelledSlots:
 
     # both copy at the last moment, so that a block or slot that changes too early is detected
 
-    def store(self, moves: Sequence[Move]) -> None:
+    def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
         self._sleep(self._seconds * len(moves))
         for block, slot, *_ in moves:
             self._slots[slot] = self._blocks[block]
+        return [self.content(move.slot) for move in moves]
 
     def load(self, moves: Iterable[Move]) -> int:
         moves = list(moves)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from penstock.engine.executor.inline import Bell
 from penstock.kv.connector import Move, Moved
 
 log = logging.getLogger("penstock.engine")
-PIECE = 16  # blocks of a push, after each of which pulls may come first
+PIECE = 16  # blocks; copying them takes the host's memory milliseconds
 COMPLAIN_EVERY = 60.0  # seconds
 
 
@@ -31,8 +31,9 @@ class Way(Protocol):
         """Bytes of a block."""
         ...
 
-    def store(self, moves: Sequence[Move]) -> None:
-        """Copy these blocks to their slots. They are there when this returns."""
+    def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
+        """Copy these blocks to their slots. They are there when this returns, with the bytes of each, which may change
+        at the next call."""
         ...
 
     def load(self, moves: Iterable[Move]) -> int:
@@ -43,11 +44,26 @@ class Way(Protocol):
         ...
 
     def content(self, slot: int) -> memoryview:
-        """The bytes of a slot."""
+        """The bytes of a slot, until the next call."""
         ...
 
     def close(self) -> None:
         """Release the slots and the device's blocks."""
+        ...
+
+
+class Journal(Protocol):
+    """Writes down what lies in slots that outlive the engine. One thread calls it.
+
+    Attributes:
+        stored: slot -> key and checksum of what lay there when it was opened.
+    """
+
+    @property
+    def stored(self) -> Mapping[int, tuple[bytes, int]]: ...
+
+    def write(self, move: Move, checksum: int) -> None:
+        """This is in its slot now."""
         ...
 
 
@@ -74,16 +90,25 @@ class Mover:
 
     Args:
         checksum: of a slot's bytes.
+        journal: None where slots are empty at first and do not outlive this.
+        piece: blocks of a push, after each of which pulls may come first.
     """
 
-    def __init__(self, way: Way, checksum: Callable[[memoryview], int] = checksum_of) -> None:
+    def __init__(
+        self,
+        way: Way,
+        checksum: Callable[[memoryview], int] = checksum_of,
+        journal: Journal | None = None,
+        piece: int = PIECE,
+    ) -> None:
         self._way = way
         self._handles = count(1)
         self._desk = desk = _Desk()
         self._waiter = select.poll()
         self._waiter.register(desk.bell.fd, select.POLLIN)
-        self._stored: dict[int, tuple[bytes, int]] = {}  # slot -> key and checksum of what lies there
-        work = _Carrier(desk, way, checksum, self._stored).work
+        # slot -> key and checksum of what lies there
+        self._stored: dict[int, tuple[bytes, int]] = {} if journal is None else dict(journal.stored)
+        work = _Carrier(desk, way, checksum, self._stored, journal, piece).work
         thread = threading.Thread(target=work, name="penstock-mover", daemon=True)
         # the memory must outlive a running copy, also at interpreter exit
         self._stop = weakref.finalize(self, _stop, thread, desk, way)
@@ -186,9 +211,16 @@ class _Carrier:
     """What the thread does."""
 
     def __init__(
-        self, desk: _Desk, way: Way, checksum: Callable[[memoryview], int], stored: dict[int, tuple[bytes, int]]
+        self,
+        desk: _Desk,
+        way: Way,
+        checksum: Callable[[memoryview], int],
+        stored: dict[int, tuple[bytes, int]],
+        journal: Journal | None,
+        piece: int,
     ) -> None:
         self._desk, self._way, self._checksum, self._stored = desk, way, checksum, stored
+        self._journal, self._piece = journal, piece
         self._done = 0  # blocks of the first push
         self._took = 0.0  # for those
         self._complain_at = 0.0
@@ -211,12 +243,14 @@ class _Carrier:
 
     def _store(self, order: Sequence[Move]) -> int:
         """A piece of it. Returns how many of its blocks are there."""
-        moves = order[self._done : self._done + PIECE]
+        moves = order[self._done : self._done + self._piece]
         for move in moves:
             self._stored.pop(move.slot, None)
-        self._way.store(moves)
-        for move in moves:
-            self._stored[move.slot] = move.key, self._checksum(self._way.content(move.slot))
+        for move, content in zip(moves, self._way.store(moves), strict=True):
+            checksum = self._checksum(content)
+            if self._journal is not None:
+                self._journal.write(move, checksum)
+            self._stored[move.slot] = move.key, checksum
         self._done += len(moves)
         return self._done
 

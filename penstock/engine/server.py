@@ -433,7 +433,7 @@ class EngineServer:
         for tier, kept in self._engine.cache_logs.items():
             kept.take()
             offload = scheduler.offload
-            keys = offload.tier.keys() if tier == "host" and offload is not None else scheduler.pool.keys()
+            keys = offload.tier.keys() if offload is not None and tier == offload.tier.name else scheduler.pool.keys()
             self._send(client, CacheDelta(self._incarnation, kept.sequence, keys, [], tier=tier, whole=True))
 
     def _inspection(self) -> Inspection:
@@ -499,6 +499,11 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         migrations=0 if queue is None else queue.granted,
         migration_wait=0.0 if queue is None else queue.waited,
         asleep=asleep,
+        tier=offload.tier.name if offload is not None else "",
+        tier_loads=offload.loads if offload is not None else 0,
+        failed_loads=offload.failed_loads if offload is not None else 0,
+        late_loads=offload.late_loads if offload is not None else 0,
+        failed_stores=offload.failed_stores if offload is not None else 0,
     )
 
 

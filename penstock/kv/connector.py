@@ -19,6 +19,8 @@ class Move(NamedTuple):
         slot: its number there, in a tier or in a peer's pool.
         key: its prefix key; empty when it is not full.
         generation, checksum: of the use and of the bytes that are meant; 0 where the place itself remembers them.
+        parent: key of the block before it, without which its copy is of no use; empty without one, or BESIDE
+            (`kv.groups.parent_of`).
     """
 
     block: int
@@ -26,6 +28,7 @@ class Move(NamedTuple):
     key: bytes
     generation: int = 0
     checksum: int = 0
+    parent: bytes = b""
 
 
 class Moved(NamedTuple):

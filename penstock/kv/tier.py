@@ -10,9 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from penstock.kv.groups import BESIDE
 
 State = Literal["coming", "whole", "bad"]
+
+
+class Kept(NamedTuple):
+    """A copy that was there before.
+
+    Attributes:
+        number: of later ones is greater.
+        parent: see `connector.Move`.
+    """
+
+    number: int
+    slot: int
+    key: bytes
+    parent: bytes
 
 
 @dataclass(slots=True)
@@ -45,11 +61,12 @@ class Tier:
     """
     Args:
         num_slots: blocks that it has room for.
+        name: that it is told of by.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, name: str = "host") -> None:
         assert num_slots > 0
-        self.num_slots = num_slots
+        self.num_slots, self.name = num_slots, name
         self._free = list(range(num_slots))[::-1]
         self._copies: dict[bytes, _Copy] = {}
         self._leaves: list[tuple[int, bytes]] = []  # (used, key), a heap; those that are so no longer are passed over
@@ -121,6 +138,34 @@ class Tier:
         if whole and copy.told:
             self._note(key, self._added, self._removed)
         self._look_at(key, copy)
+
+    def restore(self, copies: Iterable[Kept]) -> None:
+        """Take up what was in the slots when the tier was last used; it is empty now. Of a key the newest copy counts,
+        and one whose parent is not there does not."""
+        assert not self._copies
+        newest = {kept.key: kept for kept in sorted(copies)}
+        while newest:
+            chain, key = [], next(iter(newest))
+            while (kept := newest.pop(key, None)) is not None:  # upwards
+                chain.append(kept)
+                key = kept.parent
+            for kept in reversed(chain):
+                self._take_up(kept)
+        taken = {copy.slot for copy in self._copies.values()}
+        self._free = [slot for slot in self._free if slot not in taken]
+        self._uses = max((copy.used for copy in self._copies.values()), default=0)
+
+    def _take_up(self, kept: Kept) -> None:
+        told = kept.parent != BESIDE
+        parent = kept.parent if kept.parent and told else None
+        if parent is not None:
+            if parent not in self._copies:
+                return
+            self._copies[parent].children += 1
+        self._copies[kept.key] = copy = _Copy(kept.slot, parent, kept.number, "whole", told=told)
+        self._look_at(kept.key, copy)
+        if told:
+            self._added[kept.key] = None
 
     # --- reading
 

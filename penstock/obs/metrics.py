@@ -71,6 +71,7 @@ VLLM = {
     *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
 
+BELOW = "host", "disk"  # tiers below the device; an engine has one of them at most
 SLEEP_STATES = "awake", "weights_offloaded", "discard_all"  # by level
 
 MASTER = "master"  # label `engine` of sequences in the master's queue
@@ -92,7 +93,8 @@ COUNTED = {  # field of the statistics -> metric, and its help
 }
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
-    *("prefix_loads", "stored_bytes", "loaded_bytes", "drafts", "draft_tokens", "accepted_tokens"),
+    *("prefix_loads", "stored_bytes", "loaded_bytes", "tier_loads", "failed_loads", "late_loads", "failed_stores"),
+    *("drafts", "draft_tokens", "accepted_tokens"),
     *COUNTED,
 )
 totals = attrgetter(*TOTALS)
@@ -163,6 +165,28 @@ class _Histogram(Collector):
         yield family
 
 
+@dataclass(frozen=True, slots=True)
+class _Below:
+    """One engine's series of the tier below its device."""
+
+    hits: Counter
+    stored: Counter
+    loaded: Counter
+    loads: Counter
+    failed_loads: Counter
+    late_loads: Counter
+    failed_stores: Counter
+
+    def count(self, said: EngineStats, before: EngineStats) -> None:
+        self.hits.inc(said.prefix_loads - before.prefix_loads)
+        self.stored.inc(said.stored_bytes - before.stored_bytes)
+        self.loaded.inc(said.loaded_bytes - before.loaded_bytes)
+        self.loads.inc(said.tier_loads - before.tier_loads)
+        self.failed_loads.inc(said.failed_loads - before.failed_loads)
+        self.late_loads.inc(said.late_loads - before.late_loads)
+        self.failed_stores.inc(said.failed_stores - before.failed_stores)
+
+
 @dataclass(slots=True)
 class _Engine:
     """One engine's series. Its latest statistics are kept, and exported on collection."""
@@ -174,9 +198,7 @@ class _Engine:
     queries: Counter
     hits: Counter
     device_hits: Counter
-    host_hits: Counter
-    stored: Counter
-    loaded: Counter
+    below: dict[str, _Below]  # by the tier's name
     drafts: Counter
     draft_tokens: Counter
     accepted_tokens: Counter
@@ -217,9 +239,8 @@ class _Engine:
         hits, loads = said.prefix_hits - before.prefix_hits, said.prefix_loads - before.prefix_loads
         self.hits.inc(hits)
         self.device_hits.inc(max(0, hits - loads))
-        self.host_hits.inc(loads)
-        self.stored.inc(said.stored_bytes - before.stored_bytes)
-        self.loaded.inc(said.loaded_bytes - before.loaded_bytes)
+        if said.tier:
+            self.below[said.tier].count(said, before)
         self.drafts.inc(said.drafts - before.drafts)
         self.draft_tokens.inc(said.draft_tokens - before.draft_tokens)
         self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
@@ -245,10 +266,18 @@ class _EngineSeries:
         self.tiers = self._metric(
             Counter,
             "kv_hit_tokens",
-            "Prompt tokens found in the prefix cache, by tier: host is the one below the device",
+            "Prompt tokens found in the prefix cache, by tier: host and disk are below the device",
             ["tier"],
         )
         self.moved = self._metric(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
+        self.loads = self._metric(Counter, "kv_loads", "Loads of KV from a tier below the device", ["tier"])
+        self.failures = self._metric(
+            Counter,
+            "kv_tier_failures",
+            "Loads that brought less than was stored, or were too late for whoever waited, and stores that failed: "
+            "all is computed instead",
+            ["tier", "reason"],
+        )
         self.drafts = self._metric(
             Counter, "spec_decode_num_drafts", "Times that drafts were computed behind a sequence's next token"
         )
@@ -285,9 +314,7 @@ class _EngineSeries:
             queries=self.queries.labels(self._model_name, name),
             hits=self.hits.labels(self._model_name, name),
             device_hits=self.tiers.labels(self._model_name, name, "device"),
-            host_hits=self.tiers.labels(self._model_name, name, "host"),
-            stored=self.moved.labels(self._model_name, name, "device", "host"),
-            loaded=self.moved.labels(self._model_name, name, "host", "device"),
+            below={tier: self._below(name, tier) for tier in BELOW},
             drafts=self.drafts.labels(self._model_name, name),
             draft_tokens=self.draft_tokens.labels(self._model_name, name),
             accepted_tokens=self.accepted.labels(self._model_name, name),
@@ -299,6 +326,17 @@ class _EngineSeries:
             up=self.up.labels(self._model_name, name),
             lost=self.lost.labels(self._model_name, name),
             step_tokens=self.step_tokens.labels(self._model_name, name),
+        )
+
+    def _below(self, name: str, tier: str) -> _Below:
+        return _Below(
+            hits=self.tiers.labels(self._model_name, name, tier),
+            stored=self.moved.labels(self._model_name, name, "device", tier),
+            loaded=self.moved.labels(self._model_name, name, tier, "device"),
+            loads=self.loads.labels(self._model_name, name, tier),
+            failed_loads=self.failures.labels(self._model_name, name, tier, "load"),
+            late_loads=self.failures.labels(self._model_name, name, tier, "late"),
+            failed_stores=self.failures.labels(self._model_name, name, tier, "store"),
         )
 
     def end(self, name: str) -> None:

@@ -18,7 +18,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.kv.groups import Windows, most_held
 from penstock.sched.cluster.startup import StartSeconds
-from penstock.sched.local.limits import host_blocks, sized
+from penstock.sched.local.limits import sized, tier_blocks
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.settings_file import Setting, SettingsFile, Spot
@@ -486,7 +486,7 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         "slowdown": options["slowdown"],
         "noise": options["noise"],
         "prefix_cache": options["enable_prefix_caching"],
-        "host_blocks": host_blocks(
+        "host_blocks": tier_blocks(
             options["host_cache_memory"],
             shape.block_bytes,
             prefix_cache=options["enable_prefix_caching"],

@@ -256,10 +256,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_sleeps_has_given_its_memory_back():
-    """And keeps what runs, says the same when it is woken up, and needs nothing but a restart when it is killed."""
+def test_a_server_that_sleeps_has_given_its_memory_back(tmp_path):
+    """And keeps what runs, says the same when it is woken up, and needs nothing but a restart when it is killed. After
+    all that, it finds on disk what it has computed."""
+
+    def is_found_on_disk(times):
+        eventually(lambda: server.metric("kv_hit_tokens_total", tier="disk") == times * 46 * 64)
+
     ask = {"model": "demo", "prompt": [(7 * i) % 900 for i in range(3000)], "max_tokens": 4, "temperature": 0.0}
-    with serving("demo", "--enable-sleep-mode", *QUICK) as server, httpx.Client(base_url=server.url) as http:
+    disk = ("--disk-cache", str(tmp_path), "--disk-cache-size", "100M")
+    with serving("demo", "--enable-sleep-mode", *disk, *QUICK) as server, httpx.Client(base_url=server.url) as http:
         first = http.post("/v1/completions", json=ask, timeout=60).json()
         eventually(lambda: server.metric("kv_cache_usage_perc", engine="engine-0") == 0.0)
         before = server.memory(kv=True)
@@ -275,9 +281,11 @@ def test_a_server_that_sleeps_has_given_its_memory_back():
             assert http.post("/wake_up", timeout=60).status_code == 200
             again = http.post("/v1/completions", json=ask, timeout=60).json()
             assert again["choices"] == first["choices"]
-            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 46 * 64
+            is_found_on_disk(times=level)
         assert http.post("/sleep", timeout=60).status_code == 200
         os.kill(engine := server.engine_pid(), signal.SIGKILL)
         eventually(lambda: server.has_engine(engine) and http.get("/ready").status_code == 200, 60)
         assert not http.get("/is_sleeping").json()["is_sleeping"]
         assert http.post("/v1/completions", json=ask, timeout=60).json()["choices"] == first["choices"]
+        is_found_on_disk(times=3)

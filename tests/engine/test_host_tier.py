@@ -46,15 +46,27 @@ def close(engine):
     engine.executor.worker.cache.close()
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
-@pytest.mark.parametrize("mode", ["table", "contiguous"])
-def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahead):
+@pytest.mark.parametrize(
+    ("tier", "mode", "ahead"),
+    [
+        ("host", "table", True),
+        ("host", "table", False),
+        ("host", "contiguous", True),
+        ("host", "contiguous", False),
+        ("disk", "table", True),
+        ("disk", "contiguous", False),
+    ],
+)
+def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahead, tier, tmp_path):
     """Several talks that go on in turns, in a cache that never holds them all at once."""
+    if tier == "disk" and any_model.device.type != "cpu":
+        pytest.skip("no tier on disk below such a device")
+    disk = tmp_path if tier == "disk" else None
     windowed = any(any_model.config.windows)  # then less is held, evicted, and loaded
 
     def answers(slots):
         limits = {"blocks": 10 if windowed else 14, "model_len": 640, "budget": 160, "sequences": 4}
-        engine = make_engine(any_model, address_mode=mode, ahead=ahead, slots=slots, **limits)
+        engine = make_engine(any_model, address_mode=mode, ahead=ahead, slots=slots, disk=disk, **limits)
         collector = Collector(engine)
         talks = [prompt_of(i, 150 + 40 * i) for i in range(4)]
         for turn in range(3):
@@ -81,6 +93,15 @@ def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahea
     assert loads >= (1 if windowed else 8 * BLOCK_TOKENS), "several prefixes were loaded"
 
 
+def flip(path, place):
+    """One bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        old = file.read(1)
+        file.seek(place)
+        file.write(bytes([old[0] ^ 1]))
+
+
 class Watched:
     """A way on which loads may be held up, and anything may fail."""
 
@@ -95,7 +116,7 @@ class Watched:
     def store(self, moves):
         if self.fails:
             raise RuntimeError("no way")
-        self.way.store(moves)
+        return self.way.store(moves)
 
     def load(self, moves):
         self.loading.set()
@@ -120,7 +141,7 @@ class Evicted:
     """An engine that has computed PROMPT and evicted all of it since."""
 
     def __init__(self, model, **options):
-        self.ways = []
+        self.ways, self.disk = [], options.get("disk")
         limits = {"blocks": 8, "model_len": 440, "budget": 256, "sequences": 4, "slots": 32}
         self.engine = make_engine(model, **limits, way=self.watch, **options)
         (self.way,) = self.ways
@@ -154,20 +175,26 @@ class Evicted:
         return self.engine.scheduler.counters.prefix_loads // BLOCK_TOKENS
 
 
-@pytest.fixture(params=[True, False], ids=["ahead", "in turn"])
-def evicted(model, request):
-    evicted = Evicted(model, address_mode="table", ahead=request.param)
+@pytest.fixture(params=[("host", True), ("host", False), ("disk", True)], ids=["ahead", "in turn", "disk"])
+def evicted(model, request, tmp_path):
+    tier, ahead = request.param
+    evicted = Evicted(model, address_mode="table", ahead=ahead, disk=tmp_path if tier == "disk" else None)
     yield evicted
     evicted.way.open.set()
     close(evicted.engine)
 
 
 def test_what_is_not_what_was_stored_is_computed(evicted):
-    keys = evicted.offload.tier.keys()
-    copied = evicted.way.content(evicted.offload.tier.slot(keys[1]))
-    copied[100] ^= 1
+    slot = evicted.offload.tier.slot(evicted.offload.tier.keys()[1])
+    if evicted.disk is None:
+        evicted.way.content(slot)[100] ^= 1
+    else:
+        flip(next(evicted.disk.glob("*/0/blocks")), slot * BLOCK_BYTES + 100)
     assert evicted.ask_again() == evicted.tokens
     assert evicted.loaded == 1
+    assert (evicted.offload.loads, evicted.offload.failed_loads) == (1, 1)
+    evicted.settle()
+    assert evicted.offload.failed_stores == 0
 
 
 def test_a_way_that_fails_costs_nothing_but_time(evicted):
@@ -178,6 +205,7 @@ def test_a_way_that_fails_costs_nothing_but_time(evicted):
     evicted.collector.run(make_request("lost", prompt_of(5, 250), max_tokens=1))
     evicted.settle()
     assert evicted.offload.stored_blocks == stored
+    assert (evicted.offload.failed_loads, evicted.offload.failed_stores > 0) == (1, True)
     assert set(evicted.offload.tier.keys()) <= keys, "nothing is found of a store that failed"
     evicted.way.fails = False
     evicted.collector.run(make_request("other4", prompt_of(4, 400), max_tokens=1))
@@ -204,6 +232,7 @@ def test_who_waits_too_long_computes_and_what_comes_late_is_found(evicted, monke
     evicted.way.open.clear()
     assert evicted.ask_again() == evicted.tokens
     assert (evicted.loaded, evicted.collector.cached["again"]) == (0, 0)
+    assert evicted.offload.late_loads == 1
     assert evicted.offload.counts()["loads_under_way"] == 1
     evicted.way.open.set()
     evicted.settle()

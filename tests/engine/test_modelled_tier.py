@@ -121,7 +121,7 @@ def test_many_talks_that_do_not_fit(built):
         stored.append(len(moves))
         if len(stored) % 3 == 0:
             raise OSError("now and then")
-        store(moves)
+        return store(moves)
 
     way.store = often
     talks = [prompt_of(i, rng.randint(60, 400)) for i in range(8)]

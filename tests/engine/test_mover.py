@@ -44,6 +44,7 @@ class Shelves:
         self.pass_gate(("store", len(moves)))
         for block, slot, *_ in moves:
             self.slots[slot][:] = self.blocks[block]
+        return [self.content(move.slot) for move in moves]
 
     def load(self, moves):
         self.pass_gate(("load",))
@@ -212,7 +213,7 @@ def test_a_store_of_which_a_later_piece_fails_is_none(mover, shelves):
         if len(moves) == 1 and not failed:
             failed.append(moves)
             raise OSError
-        store(moves)
+        return store(moves)
 
     shelves.store = second_fails
     shelves.gate.set()

@@ -13,6 +13,7 @@ from penstock.core.layout import windows_of
 from penstock.core.request import Pooling, Request, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
+from penstock.engine.disk_tier import DiskSlots
 from penstock.engine.executor import InlineExecutor
 from penstock.engine.host_tier import HostSlots, PinnedSlots
 from penstock.engine.loop import Engine
@@ -54,6 +55,7 @@ def make_engine(
     policy: LocalPolicy | None = None,
     ahead: bool = True,
     slots: int = 0,
+    disk: Path | None = None,
     graph_mode: str = "auto",
     way: Callable[[Way], Way] = lambda way: way,
     grammars: Grammars | None = None,
@@ -64,6 +66,7 @@ def make_engine(
     Args:
         blocks: of tokens; the cache has as many for each group of layers.
         slots: of a tier below the device, as blocks; 0 is none.
+        disk: where that tier is; None is the host's memory.
         way: what carries blocks there, made of what usually does.
     """
     if isinstance(model, Path):
@@ -85,8 +88,15 @@ def make_engine(
     pool, offload, mover = BlockPool(range(blocks), windowed=windows[0] is not None), None, None
     if slots:
         slots *= len(windows)
-        offload = Offload(pool, Tier(slots))
-        mover = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
+        tier, journal = Tier(slots, "host" if disk is None else "disk"), None
+        carries: Way
+        if disk is not None:
+            carries = journal = DiskSlots(cache, disk, slots)
+            tier.restore(journal.kept)
+        else:
+            carries = (HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)
+        offload = Offload(pool, tier)
+        mover = Mover(way(carries), CHECKSUM, journal)
     scheduler = Scheduler(
         limits,
         pool,

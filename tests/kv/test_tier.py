@@ -1,10 +1,12 @@
 """A tier below the device: what may go, and that nothing that stays becomes unreachable."""
 
+from random import Random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.kv.tier import Tier
+from penstock.kv.tier import Kept, Tier
 
 
 def keys_of(name: str) -> list[bytes]:
@@ -141,6 +143,23 @@ class Tiers(RuleBasedStateMachine):
             self.tier.end_reading(keys)
             if keys and spoiled:
                 self.tier.spoil(keys[-1])
+
+    @rule(lost=st.sets(st.integers(0, 7)), order=st.randoms(use_true_random=False))
+    def restart(self, lost: set[int], order: Random) -> None:
+        """What is whole outlives it, but for some."""
+        kept = [
+            Kept(copy.used, copy.slot, key, copy.parent or b"")
+            for key, copy in self.tier._copies.items()
+            if copy.state == "whole" and copy.slot not in lost
+        ]
+        stale = [Kept(-1, slot, b"a", b"") for slot in self.tier._free[:1] if slot not in lost]  # of a former copy
+        order.shuffle(kept)
+        self.tier = Tier(self.tier.num_slots)
+        self.tier.restore([*kept, *stale])
+        self.coming, self.reading, self.told = [], [], set()
+        self.cells = {copy.slot: key for key, copy in self.tier._copies.items()}
+        there = {each.key for each in [*kept, *stale]}
+        assert set(self.tier.keys()) == {key for key in there if there.issuperset(keys_of(key.decode()))}
 
     @rule()
     def tell(self) -> None:

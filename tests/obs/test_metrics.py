@@ -96,13 +96,17 @@ def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) 
 def test_hits_are_shown_by_tier_what_was_moved_by_way_and_drafts_by_what_became_of_them() -> None:
     metrics = Metrics("m", ["e"])
     moved = {"prefix_loads": 256, "stored_bytes": 7000, "loaded_bytes": 3000, "pulled_blocks": 12, "failed_pulls": 3}
+    moved |= {"tier": "disk", "tier_loads": 5, "failed_loads": 2, "late_loads": 1, "failed_stores": 4}
     drafted = {"drafts": 20, "draft_tokens": 90, "accepted_tokens": 40}
     metrics.observe_stats("e", stats(1, prefix_hits=640, **moved), 1)
     metrics.observe_stats("e", stats(2, prefix_hits=704, **moved, **drafted), 1)
     assert value(metrics, "kv_hit_tokens_total", tier="device") == 704 - 256
-    assert value(metrics, "kv_hit_tokens_total", tier="host") == 256
-    assert value(metrics, "kv_bytes_moved_total", **{"from": "device", "to": "host"}) == 7000
-    assert value(metrics, "kv_bytes_moved_total", **{"from": "host", "to": "device"}) == 3000
+    assert value(metrics, "kv_hit_tokens_total", tier="disk") == 256
+    assert value(metrics, "kv_bytes_moved_total", **{"from": "device", "to": "disk"}) == 7000
+    assert value(metrics, "kv_bytes_moved_total", **{"from": "disk", "to": "device"}) == 3000
+    assert value(metrics, "kv_loads_total", tier="disk") == 5
+    for reason, count in (("load", 2), ("late", 1), ("store", 4)):
+        assert value(metrics, "kv_tier_failures_total", tier="disk", reason=reason) == count
     assert value(metrics, "kv_blocks_pulled_total") == 12
     assert value(metrics, "kv_pulls_failed_total") == 3
     assert value(metrics, "spec_decode_num_drafts_total") == 20

@@ -96,6 +96,42 @@ def test_who_waits_too_long_computes(waiting: Engine):
     waiting.scheduler.check()
 
 
+@pytest.mark.parametrize(("pays", "copied"), [(1.5, 0), (4.0, 4), (20.0, 4)])
+def test_of_a_slow_tier_no_more_is_held_than_pays(pays: float, copied: int):
+    """How many times as quick as computing a load is decides whether, and how many at once, blocks are copied."""
+    each = TIMES.prefill_ms(1024, 0, budget=1024) / 1e3 / 16 / pays
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, slots=16, block_seconds=each)
+    engine.scheduler.add(request("first", PROMPT, 20))
+    under_way = []
+    while engine.has_work:
+        if engine.begin():
+            engine.end()
+        under_way.append(sum(len(order.moves) for order in engine.moves if isinstance(order, Store)))
+        if engine.moves:
+            engine.move(0, seconds=each)
+            engine.send()
+    assert engine.scheduler.offload.stored_blocks == copied
+    assert max(under_way) == (0 if not copied else max(1, int(pays / 8)))
+    assert engine.out["first"] == expected(PROMPT, 20)
+    engine.scheduler.check()
+
+
+def test_while_a_load_is_late_nothing_is_moved_and_then_again(waiting: Engine):
+    (late,) = loads(waiting)
+    waiting.scheduler.give_up(late.number)
+    moved = len(waiting.moves)
+    for number in (1, 7):
+        waiting.scheduler.add(request(f"{number}", other(number), 1))
+        while f"{number}" not in waiting.out:
+            waiting.begin()
+            waiting.end()
+    assert len(waiting.moves) == moved, "it may never end, and each would keep its blocks as long"
+    assert waiting.scheduler.offload.late_loads == 1
+    run(waiting)
+    answer(waiting, *((f"again {number}", other(number)) for number in (8, 9, 1)))
+    assert waiting.computed["again 1"] == 250 - 3 * BLOCK_TOKENS
+
+
 def test_who_is_cancelled_leaves_no_block_behind(waiting: Engine):
     assert waiting.scheduler.cancel("again")
     assert not waiting.scheduler.has_work

@@ -273,6 +273,7 @@ def make(
     policy="fcfs",
     ahead=False,
     slots=0,
+    block_seconds=None,
     speculation=None,
     windows=WHOLE,
     scarce=0.0,
@@ -280,6 +281,7 @@ def make(
     """
     Args:
         num_blocks: for each group of layers.
+        block_seconds: of the tier; see `Offload`. With it, steps are predicted.
         scarce: the share that is missing of what the longest sequence does not need at once.
     """
     model_len = model_len or num_blocks * BLOCK_TOKENS
@@ -288,7 +290,7 @@ def make(
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
     pool = BlockPool(range(num_blocks), windowed=windows[0] is not None)
-    offload = Offload(pool, Tier(slots)) if slots else None
+    offload = Offload(pool, Tier(slots), block_seconds) if slots else None
     scheduler = Scheduler(
         limits,
         pool,
@@ -298,6 +300,8 @@ def make(
         speculation=speculation,
         windows=windows,
     )
+    if block_seconds is not None:
+        scheduler.predict_by(TIMES)
     return Engine(scheduler, ahead, windows)
 
 
@@ -330,11 +334,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(LOCAL_POLICIES)),
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
+        block_seconds=st.sampled_from([None, None, 1e-6, 1e-4, 1e-3]),
         wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
         windows=st.sampled_from([WHOLE, WHOLE, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
         scarce=st.floats(0.0, 1.0),
     )
-    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, wrong, windows, scarce):
+    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, block_seconds, wrong, windows, scarce):
         drafts = None if wrong is None else guessing(expected, wrong)
         self.engine = make(
             num_blocks,
@@ -344,6 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             ahead=ahead,
             slots=slots,
+            block_seconds=block_seconds,
             speculation=drafts,
             windows=windows,
             scarce=scarce,

@@ -282,6 +282,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     migration_wait: float = 0.0  # seconds that these waited for it
     interruptions: int = 0  # steps of offline work that ended early for online work
     asleep: int = 0  # the level at which it sleeps, or is about to; 0 while it takes requests
+    tier: str = ""  # name of the tier below the device; empty without one
+    tier_loads: int = 0  # from there, that have ended
+    failed_loads: int = 0  # of these, that brought less than they should have
+    late_loads: int = 0  # that took so long that who waited for them computed instead
+    failed_stores: int = 0  # that were to bring KV blocks there, and did not
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -400,8 +405,8 @@ class CacheDelta(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         sequence: counts up by one within an incarnation, in each tier for itself; a gap is a reason to `AskCache`.
-        tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host". What
-            lies in several is told in each.
+        tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host", or
+            "disk". What lies in several is told in each.
         whole: `added` is everything in this tier and replaces what was known of it; other tiers are not affected.
     """
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ def missing() -> str | None:
     """Why kernels cannot be used on this machine, or None. The first call may compile them."""
     found = _load()
     return found if isinstance(found, str) else None
+
+
+def made_from() -> str:
+    """Names all that decides what the kernels compute, the processor too; empty where there are none."""
+    found = _load()
+    return "" if isinstance(found, str) else Path(found._name).stem
 
 
 @functools.cache

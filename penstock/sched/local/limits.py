@@ -150,28 +150,28 @@ def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
     return max(0, free) // shape.block_bytes
 
 
-def host_blocks(memory: int | None, block_bytes: int, *, prefix_cache: bool) -> int:
-    """KV blocks of a tier in the host's memory; 0 where none is asked for.
+def tier_blocks(size: int | None, block_bytes: int, *, prefix_cache: bool, option: str = "host-cache-memory") -> int:
+    """KV blocks of a tier below the device; 0 where none is asked for.
 
     Args:
-        memory: bytes; None asks for none.
+        size: bytes; None asks for none.
+        option: by which it is asked for.
 
     Raises:
         ConfigError: not even one fits, or the prefix cache is off.
     """
-    if memory is None:
+    if size is None:
         return 0
-    option = "host-cache-memory"
     if not prefix_cache:
-        size = f"{memory / 2**30:.1f} GiB"
-        raise ConfigError(f"{option}: {size} without prefix caching, allowed only with enable-prefix-caching", option)
-    if memory < block_bytes:
+        shown = f"{size / 2**30:.1f} GiB"
+        raise ConfigError(f"{option}: {shown} without prefix caching, allowed only with enable-prefix-caching", option)
+    if size < block_bytes:
         raise ConfigError(
-            f"{option}: {memory / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
+            f"{option}: {size / 2**20:.1f} MiB, at least one block of {BLOCK_TOKENS} tokens is needed, "
             f"{block_bytes / 2**20:.1f} MiB",
             option,
         )
-    return memory // block_bytes
+    return size // block_bytes
 
 
 def sized(

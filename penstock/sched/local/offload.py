@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.connector import Move
-from penstock.kv.groups import held_of, key_of, keys_of_all, reach
+from penstock.kv.groups import held_of, key_of, keys_of_all, parent_of, reach
 from penstock.kv.pool import BlockPool, Hit
 from penstock.kv.tier import Tier
 from penstock.sched.local.sequence import Sequence, StoreHold, WantedBlock, wanted_blocks
@@ -32,6 +32,9 @@ MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so m
 MOST_LOADS = 2  # for one sequence, whose blocks may be evicted again before its turn
 KEPT = 0.9  # of what was measured of loads, at each new one, and whenever one is not made for what was measured
 PRIOR = 16  # blocks whose load counts as measured once, in the time that the model says
+# what is copied is held until it is there, perhaps longer than by its sequence: where that takes time, at most that of
+# computing so much of a block, or one block if loads are that many times as quick as computing; else nothing is copied
+HELD, PAYS = 1 / 8, 2.0
 
 
 class Store(NamedTuple):
@@ -60,6 +63,7 @@ class _Storing(NamedTuple):
     """
 
     store: Store
+    sequence: Sequence
     store_hold: StoreHold
     dropping: list[int]
 
@@ -85,23 +89,32 @@ class _Loading:
 class Offload:
     """One scheduler's use of a tier.
 
+    Args:
+        block_seconds: that copying a block takes either way, as far as nothing is measured, in a tier that may be slow;
+            None is what the device's model says of its host's memory.
+
     Attributes:
         tier: what it has.
         waiting: request id -> the sequence that waits for its blocks, in order of the loads.
         loaded_blocks, stored_blocks: that arrived, since the start.
+        loads: that have ended, since the start.
+        failed_loads, failed_stores: that brought less than they should have.
+        late_loads: that took so long that who waited for them computed instead.
     """
 
-    def __init__(self, pool: BlockPool, tier: Tier) -> None:
+    def __init__(self, pool: BlockPool, tier: Tier, block_seconds: float | None = None) -> None:
         self.tier = tier
         self.waiting: dict[str, Sequence] = {}
         self.loaded_blocks = self.stored_blocks = 0
-        self._pool = pool
+        self.loads = self.failed_loads = self.failed_stores = self.late_loads = 0
+        self._pool, self._block_seconds = pool, block_seconds
         self._most_stores = max(MOST_STORES, int(SHARE_OF_STORES * pool.num_blocks))
         self._number = 0
         self._stores: dict[int, _Storing] = {}
         self._loads: dict[int, _Loading] = {}
         self._orders: list[Store | Load] = []
         self._storing = self._loading = 0  # blocks under way
+        self._late: set[int] = set()  # loads that nobody waits for any longer since they take too long
         self._times: StepTime | None = None
         self._measured = 0.0, 0.0  # blocks that were loaded, and the seconds that it took; the last ones count most
 
@@ -124,15 +137,17 @@ class Offload:
     def keep(self, sequence: Sequence) -> None:
         """Copy those of its findable blocks that were not looked at yet and are not in the tier."""
         groups, moves, dropping = sequence.groups, [], []
+        most = self._room_for_stores(groups)
         for place in range(sequence.kept * groups, sequence.published * groups):
             i, group = divmod(place, groups)
             key = key_of(sequence.keys[i], group)
             if i >= sequence.dropped[group] and not self.tier.has(key):
-                slot = self._claim(sequence, i, group, key)
+                slot = self._claim(sequence, i, group, key) if self._storing < most else None
                 if slot is None:
                     sequence.kept = i  # and none of those after it, which need their parents: another time
                     break
-                moves.append(Move(sequence.blocks[place], slot, key))
+                above = parent_of(sequence.keys[i - 1] if _chained(sequence, i, group) else b"", group)
+                moves.append(Move(sequence.blocks[place], slot, key, parent=above))
                 self._storing += 1
                 if sequence.windows[group] is not None:
                     dropping.append(sequence.blocks[place])
@@ -145,16 +160,27 @@ class Offload:
             self._number += 1
             store = Store(self._number, tuple(moves))
             self._pool.hold(dropping)
-            self._stores[store.number] = _Storing(store, sequence.store_hold, dropping)
+            self._stores[store.number] = _Storing(store, sequence, sequence.store_hold, dropping)
             self._orders.append(store)
 
     def _claim(self, sequence: Sequence, i: int, group: int, key: bytes) -> int | None:
-        """A slot for a block; None when there is none now. Only in a group without a window that is found as a chain
-        (`kv.groups.parent_of`) its parent must be there too."""
-        if self._storing >= self._most_stores:
-            return None
-        chained = i and not group and sequence.windows[group] is None
-        return self.tier.claim(key, sequence.keys[i - 1] if chained else None, told=not group)
+        """A slot for a block; None when there is none now."""
+        parent = sequence.keys[i - 1] if _chained(sequence, i, group) else None
+        return self.tier.claim(key, parent, told=not group)
+
+    def _room_for_stores(self, groups: int) -> int:
+        """Blocks that may be on their way to the tier at once, where so many have the same tokens."""
+        if self._late:
+            return 0
+        if self._block_seconds is None or self._times is None:
+            return self._most_stores
+        tokens = PRIOR * BLOCK_TOKENS
+        compute = self._times.prefill_ms(tokens, 0, budget=tokens) / 1e3 / (PRIOR * groups)
+        ratio = compute / self._seconds_each()
+        if ratio < PAYS:
+            self._forget()
+            return 0
+        return min(self._most_stores, max(1, int(HELD * ratio)))
 
     def let_go(self, sequence: Sequence) -> None:
         """It is about to let go of its blocks: those that are being copied are held on."""
@@ -165,15 +191,18 @@ class Offload:
 
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store has ended; without `whole` it failed."""
-        store, store_hold, dropping = self._stores.pop(number)
+        store, sequence, store_hold, dropping = self._stores.pop(number)
         self._pool.release(dropping)
         for move in store.moves:
             self.tier.written(move.key, whole=whole)
         self._storing -= len(store.moves)
         self.stored_blocks += len(store.moves) * whole
+        self.failed_stores += not whole
         store_hold.stores -= 1
         if not store_hold.stores:
             self._pool.release(store_hold.blocks)
+        if whole and sequence.store_hold is store_hold:  # it has its blocks: those there was no room for
+            self.keep(sequence)
 
     # --- from the tier
 
@@ -191,6 +220,8 @@ class Offload:
             chunk: see `Sequence.missing`.
             room: tells how many blocks there are for it, beside those that others hold.
         """
+        if self._late:  # it may not answer any more, and every load keeps its blocks
+            return False
         windows, groups = sequence.windows, sequence.groups
         named = keys_of_all(keys, groups)
         tables: list[list[int | None]] = [self._pool.match_each(names) for names in named]
@@ -241,6 +272,9 @@ class Offload:
             seconds: that it took, without the wait for loads before it; None is not measured.
         """
         load = self._loads.pop(number)
+        self._late.discard(number)
+        self.loads += 1
+        self.failed_loads += good < len(load.moves)
         arrived = {move.key for move in load.moves[:good]}
         self._pool.release(
             [
@@ -268,6 +302,8 @@ class Offload:
         if load is None or load.sequence is None:
             return None
         load.sequence.loads = MOST_LOADS
+        self._late.add(number)
+        self.late_loads += 1
         return self.stop_waiting(load.sequence.id)
 
     def stop_waiting(self, request_id: str) -> Sequence | None:
@@ -288,12 +324,16 @@ class Offload:
 
     def _load_seconds(self, blocks: int) -> float:
         """Expected, behind the loads that are under way."""
-        blocks += self._loading
+        return (blocks + self._loading) * self._seconds_each()
+
+    def _seconds_each(self) -> float:
+        """That loading a block takes; 0 when nothing is known."""
         loaded, seconds = self._measured
         if self._times is not None:
             # small loads say little of large ones: each has to be ordered, and reported
-            loaded, seconds = loaded + PRIOR, seconds + self._times.load_blocks_ms(PRIOR) / 1e3
-        return blocks * seconds / loaded if loaded else 0.0
+            prior = self._block_seconds or self._times.load_blocks_ms(1) / 1e3
+            loaded, seconds = loaded + PRIOR, seconds + PRIOR * prior
+        return seconds / loaded if loaded else 0.0
 
     def _forget(self) -> None:
         """Decay the measurement, so that a tier that was slow is tried again."""
@@ -325,6 +365,13 @@ class Offload:
         assert all(each.store_hold.stores == stores[id(each.store_hold)] for each in self._stores.values())
         assert self._storing == sum(len(each.store.moves) for each in self._stores.values())
         assert self._loading == sum(len(load.moves) for load in self._loads.values())
+        assert self._late <= self._loads.keys()
         waiting = [load.sequence for load in self._loads.values() if load.sequence is not None]
         assert waiting == list(self.waiting.values())
         assert not any(sequence.blocks for sequence in waiting)
+
+
+def _chained(sequence: Sequence, i: int, group: int) -> bool:
+    """Whether a block is found behind the one before it: not the first, and not in groups with windows, or further
+    ones (`kv.groups.parent_of`)."""
+    return i > 0 and not group and sequence.windows[group] is None

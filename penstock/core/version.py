@@ -1,0 +1,3 @@
+"""Of the whole package."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,316 @@
+"""Copies of KV blocks on a disk, below a cache in the host's memory (`engine.mover`). They outlive the engine.
+
+    DIR/LAYOUT/N/blocks   slots of one block each
+    DIR/LAYOUT/N/index    a record for each slot: what lies there, and its checksum
+
+LAYOUT names everything that two engines must have in common to use each other's blocks: another model, quantisation,
+version or processor has another folder, and never opens this one. N is a number from 0 on: each engine of several that
+share DIR has a folder to itself as long as it runs.
+
+Which copy goes is decided block by block (`kv.tier`), so a slot is overwritten where it is: a log that drops its oldest
+segments would drop the beginnings of prompts first, behind which all the rest is found. A slot's record is voided
+before the block is written, and is written after it. Nothing is ever forced to the disk. What a crash leaves of a
+record does not have its own checksum, and what it leaves of a block not that of its record: the one is passed over at
+the next start, the other when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout
+from penstock.core.version import VERSION
+from penstock.engine.cache import KVCache
+from penstock.engine.mover import PIECE, Mover
+from penstock.kv.connector import Move
+from penstock.kv.groups import BESIDE
+from penstock.kv.tier import Kept, Tier
+from penstock.nn import native
+
+log = logging.getLogger("penstock.engine")
+OPTION, SIZE_OPTION = "disk-cache", "disk-cache-size"
+SIZE = 16 << 30  # bytes by default
+FORMAT = 1  # of the files
+# key, parent, number, checksum of the block, slot, kind of parent; then the CRC-32 of these: 64 bytes
+RECORD, CHECK = struct.Struct("<16s16sQQQI"), struct.Struct("<I")
+RECORD_BYTES = RECORD.size + CHECK.size
+FIRST, BEHIND, ALONE = range(3)  # a prompt's first block, one behind its parent, one that is found beside others
+DIRECT = getattr(os, "O_DIRECT", 0)  # other systems have other ways
+PIECE_BYTES = 32 << 20  # of a push, after which loads may come first
+TRIALS = 4  # reads at the start, of which the best counts
+UNMEASURED = 200e6  # bytes/s of a disk on which nothing could be tried
+MOST_FOLDERS = 1024
+
+
+class DiskTier(NamedTuple):
+    """
+    Attributes:
+        block_seconds: that reading a block took at the start.
+    """
+
+    mover: Mover
+    tier: Tier
+    block_seconds: float
+
+
+class Index:
+    """The records of a folder.
+
+    Args:
+        whole: slots that the file of blocks has; what records say of others is void.
+    """
+
+    def __init__(self, path: Path, num_slots: int, whole: int) -> None:
+        self._fd = _opened(path)
+        self.kept: list[Kept] = []
+        self.stored: dict[int, tuple[bytes, int]] = {}
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            data = _read_all(self._fd, num_slots * RECORD_BYTES)
+            os.ftruncate(self._fd, num_slots * RECORD_BYTES)
+            stack.pop_all()
+        for slot in range(min(whole, len(data) // RECORD_BYTES)):
+            self._take_up(slot, data[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
+        self._numbers = count(1 + max((kept.number for kept in self.kept), default=0))
+
+    def _take_up(self, slot: int, record: bytes) -> None:
+        said, (check,) = record[: RECORD.size], CHECK.unpack(record[RECORD.size :])
+        key, parent, number, checksum, place, kind = RECORD.unpack(said)
+        if check != zlib.crc32(said) or place != slot or not number:
+            return
+        self.kept.append(Kept(number, slot, key, {FIRST: b"", BEHIND: parent}.get(kind, BESIDE)))
+        self.stored[slot] = key, checksum
+
+    def void(self, slot: int) -> None:
+        """What lies there is going to be something else."""
+        _write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
+
+    def write(self, move: Move, checksum: int) -> None:
+        kind = FIRST if not move.parent else ALONE if move.parent == BESIDE else BEHIND
+        said = RECORD.pack(move.key, move.parent, next(self._numbers), checksum, move.slot, kind)
+        _write_all(self._fd, said + CHECK.pack(zlib.crc32(said)), move.slot * RECORD_BYTES)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class DiskSlots:
+    """A `Way` to slots in a file, and their `Journal`.
+
+    Blocks are written from where they lie, past the page cache where the file system allows it: that has the weights.
+
+    Args:
+        cache: whose blocks are copied; in the host's memory.
+        directory: DIR, above.
+
+    Attributes:
+        folder: of this engine alone.
+        block_seconds: that reading a block took at the start.
+
+    Raises:
+        OSError: the directory cannot be used.
+    """
+
+    def __init__(self, cache: KVCache, directory: Path, num_slots: int) -> None:
+        assert cache.slots.is_cpu
+        self.block_bytes = size = cache.layout.block_bytes
+        self._cache: KVCache | None = cache
+        self._num_slots = num_slots
+        self._buffer = mmap.mmap(-1, size)
+        self._held = -1  # the slot whose content is there
+        with ExitStack() as stack:
+            self.folder, lock = _own_folder(directory / _name(cache.layout))
+            stack.callback(os.close, lock)
+            self.block_seconds, direct = self._tried(self.folder / "trial")
+            self._fd = _opened(self.folder / "blocks", direct)
+            stack.callback(os.close, self._fd)
+            whole = os.fstat(self._fd).st_size // size
+            os.ftruncate(self._fd, num_slots * size)  # it is sparse
+            self._index = Index(self.folder / "index", num_slots, whole)
+            stack.callback(self._index.close)
+            self._open = stack.pop_all()
+
+    @property
+    def kept(self) -> Sequence[Kept]:
+        """What was there when it was opened."""
+        return self._index.kept
+
+    @property
+    def stored(self) -> Mapping[int, tuple[bytes, int]]:
+        return self._index.stored
+
+    def _tried(self, path: Path) -> tuple[float, int]:
+        """Seconds that reading a block takes, and the flag by which this is past the page cache."""
+        self._buffer[:] = os.urandom(self.block_bytes)  # what is all zeros may never reach the disk
+        for direct in (DIRECT, 0):
+            with suppress(OSError):
+                fd = _opened(path, direct)
+                try:
+                    _write_all(fd, self._buffer, 0)
+                    return min(self._read_seconds(fd) for _ in range(TRIALS)), direct
+                finally:
+                    os.close(fd)
+                    path.unlink()
+        return self.block_bytes / UNMEASURED, 0
+
+    def _read_seconds(self, fd: int) -> float:
+        began = time.perf_counter()
+        os.preadv(fd, [self._buffer], 0)
+        return time.perf_counter() - began
+
+    def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
+        contents = [self._block(move.block) for move in moves]
+        self._held = -1
+        for move, content in zip(moves, contents, strict=True):
+            self._index.void(move.slot)
+            _write_all(self._fd, content, self._place(move.slot))
+        return contents
+
+    def write(self, move: Move, checksum: int) -> None:
+        self._index.write(move, checksum)
+
+    def load(self, moves: Iterable[Move]) -> int:
+        number = 0
+        for move in moves:  # whose contents were just looked at, one by one
+            if self._held != move.slot:
+                self.content(move.slot)
+            self._block(move.block)[:] = self._buffer
+            number += 1
+        return number
+
+    def content(self, slot: int) -> memoryview:
+        """Shorter than a block when it cannot be read."""
+        self._held = -1
+        try:
+            size = os.preadv(self._fd, [self._buffer], self._place(slot))
+        except OSError as error:
+            log.warning("a KV block cannot be read: %s", error)
+            return memoryview(b"")
+        self._held = slot
+        return memoryview(self._buffer)[:size]
+
+    def room(self) -> int:
+        """Bytes that its blocks may take at present."""
+        system = os.fstatvfs(self._fd)
+        return system.f_bavail * system.f_frsize + os.fstat(self._fd).st_blocks * 512
+
+    def close(self) -> None:
+        self._cache = None
+        self._open.close()
+
+    def _block(self, block: int) -> memoryview:
+        """A block's bytes, in place."""
+        assert self._cache is not None
+        assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
+        address = self._cache.slots.data_ptr() + block * self.block_bytes
+        return memoryview((ctypes.c_ubyte * self.block_bytes).from_address(address)).cast("B")
+
+    def _place(self, slot: int) -> int:
+        assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
+        return slot * self.block_bytes
+
+
+def open_disk_tier(cache: KVCache, directory: str, num_slots: int) -> DiskTier:
+    """Open the tier below a cache, with so many slots and what an engine before this one has left in them. Raises
+    ConfigError when the directory cannot be used."""
+    try:
+        slots = DiskSlots(cache, Path(directory), num_slots)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{OPTION}: {directory!r} cannot be used ({reason}), allowed is a folder", OPTION) from None
+    tier = Tier(num_slots, "disk")
+    tier.restore(slots.kept)
+    size, block_bytes = num_slots * slots.block_bytes, slots.block_bytes
+    log.info(
+        "%d blocks (%.0f MiB) of copies in %s, %d of them there already, a block is read in %.2f ms",
+        num_slots,
+        size / 2**20,
+        slots.folder,
+        tier.used,
+        slots.block_seconds * 1e3,
+    )
+    if size > (room := slots.room()):
+        log.warning("%s: %.1f GiB, there is room for %.1f GiB", SIZE_OPTION, size / 2**30, room / 2**30)
+    piece = max(1, min(PIECE, PIECE_BYTES // block_bytes))
+    return DiskTier(Mover(slots, journal=slots, piece=piece), tier, slots.block_seconds)
+
+
+def check_disk_tier(directory: str | None, size: int | None, device: torch.device, ranks: int) -> None:
+    """Raise ConfigError when there is no such tier below what was asked for.
+
+    Args:
+        directory: None asks for none.
+        size: bytes; None is the default.
+        ranks: that the model is spread over.
+    """
+    if directory is None:
+        if size is not None:
+            raise ConfigError(f"{SIZE_OPTION}: {size / 2**30:.1f} GiB, allowed only with {OPTION}", SIZE_OPTION)
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"{OPTION}: {directory!r}, not supported yet on {device.type}, allowed on a CPU", OPTION)
+    if ranks > 1:
+        raise ConfigError(
+            f"{OPTION}: {directory!r}, not supported yet with tensor-parallel-size {ranks}, allowed with 1", OPTION
+        )
+
+
+def _name(layout: KVLayout) -> str:
+    """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
+    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), sorted(asdict(layout).items()))
+    return blake2b(repr(parts).encode(), digest_size=8, person=b"penstock.disk").hexdigest()
+
+
+def _own_folder(parent: Path) -> tuple[Path, int]:
+    """The first one that no other engine has, and its lock, a file to be closed at the end. Raises OSError."""
+    for number in range(MOST_FOLDERS):
+        folder = parent / str(number)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
+        lock = _opened(folder / "lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder, lock
+        except BaseException as error:
+            os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
+    raise OSError(errno.EBUSY, f"{MOST_FOLDERS} engines use it")
+
+
+def _opened(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+
+
+def _write_all(fd: int, data: bytes | mmap.mmap | memoryview, place: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, place)
+        view, place = view[written:], place + written
+
+
+def _read_all(fd: int, size: int) -> bytes:
+    def pieces() -> Iterator[bytes]:
+        place = 0
+        while piece := os.pread(fd, min(size - place, 1 << 24), place):
+            yield piece
+            place += len(piece)
+
+    return b"".join(pieces())

@@ -1,0 +1,322 @@
+"""A tier on disk: what outlives an engine, and that nothing but what was stored ever comes back."""
+
+import errno
+import os
+import shutil
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError
+from penstock.core.layout import KVLayout, attention_groups
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.cache import KVCache
+from penstock.engine.disk_tier import RECORD_BYTES, DiskSlots, check_disk_tier, open_disk_tier
+from penstock.engine.mover import Mover
+from penstock.engine.server import stats_of
+from penstock.kv.connector import Move
+from penstock.kv.groups import BESIDE
+from penstock.kv.tier import Tier
+from penstock.transfer.memory import PoolMemory
+from tests.engine.test_host_tier import BLOCK_BYTES, Evicted, close, flip, prompt_of
+from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
+
+pytest.importorskip("xxhash")
+PAGE = 4096
+LAYOUT = KVLayout(
+    model="m", order="block", dtype="float32", groups=attention_groups((None,), 1, 4, "float32"), block_bytes=PAGE
+)
+
+
+def make_cache(layout=LAYOUT, blocks=8):
+    memory = PoolMemory.memfd(blocks, layout.block_bytes)
+    cache = KVCache.over_pool(layout, memory)
+    memory.close()
+    return cache
+
+
+# --- as files, whatever happens to them
+
+
+class Disks(RuleBasedStateMachine):
+    """Blocks of random prompts go to a tier and come back, the engine is started again with more or fewer slots, files
+    lose bits, ends, or themselves. Whatever comes back is what was meant, and of what nobody has damaged all does."""
+
+    @initialize(slots=st.integers(1, 6))
+    def begin(self, slots):
+        self.folder = Path(tempfile.mkdtemp(prefix="penstock-disk-"))
+        self.cache = make_cache()
+        self.sound = True
+        self.start(slots)
+
+    def start(self, slots):
+        disk = DiskSlots(self.cache, self.folder, slots)
+        self.tier = Tier(slots, "disk")
+        self.tier.restore(disk.kept)
+        self.mover = Mover(disk, CHECKSUM, disk, piece=2)
+        self.files = disk.folder
+
+    @staticmethod
+    def content(key):
+        return (key * PAGE)[:PAGE]
+
+    @rule(name=st.text("ab", min_size=1, max_size=4), beside=st.booleans())
+    def store(self, name, beside):
+        keys = [name[: i + 1].encode().rjust(16, b"-" if beside else b".") for i in range(len(name))]
+        self.tier.use(keys)
+        moves = []
+        for i, key in enumerate(keys):
+            if self.tier.has(key):
+                continue
+            parent = None if beside or not i else keys[i - 1]
+            slot = self.tier.claim(key, parent, told=not beside)
+            if slot is None:
+                break
+            block = len(moves)
+            self.cache.blocks[block] = torch.frombuffer(bytearray(self.content(key)), dtype=torch.uint8)
+            moves.append(Move(block, slot, key, parent=BESIDE if beside else parent or b""))
+        if moves:
+            self.mover.push(moves)
+            self.mover.settle()
+            (over,) = self.mover.poll()
+            assert len(over.blocks) == len(moves)
+            for move in moves:
+                self.tier.written(move.key, whole=True)
+
+    @rule(pick=st.integers(0))
+    def load(self, pick):
+        keys = [key for key in sorted(self.tier._copies) if self.tier.slot(key) is not None]
+        if not keys:
+            return
+        key = keys[pick % len(keys)]
+        self.cache.blocks.zero_()
+        self.tier.begin_reading([key])
+        self.mover.pull([Move(7, self.tier.slot(key), key)])
+        self.mover.settle()
+        (over,) = self.mover.poll()
+        self.tier.end_reading([key])
+        if over.blocks:
+            assert self.cache.blocks[7].numpy().tobytes() == self.content(key)
+        else:
+            assert not self.sound
+            self.tier.spoil(key)
+
+    @rule(slots=st.integers(1, 6))
+    def restart(self, slots):
+        before = {key: copy.slot for key, copy in self.tier._copies.items() if copy.state == "whole"}
+        self.mover.close()
+        more = slots >= self.tier.num_slots
+        self.start(slots)
+        if more and self.sound:
+            assert {key: self.tier.slot(key) for key in before} == before, "all of it is there again"
+
+    @rule(what=st.sampled_from(["blocks", "index"]), place=st.integers(0), cut=st.booleans())
+    def damage(self, what, place, cut):
+        path = self.files / what
+        if not path.exists() or not (size := path.stat().st_size):
+            return
+        self.sound = False
+        if cut:
+            os.truncate(path, place % size)
+        else:
+            flip(path, place % size)
+
+    @rule()
+    @precondition(lambda self: not self.sound)
+    def remove(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @invariant()
+    def accounted(self):
+        if hasattr(self, "tier"):
+            self.tier.check()
+
+    def teardown(self):
+        if hasattr(self, "mover"):
+            self.mover.close()
+            self.cache.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+Disks.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestDisks = Disks.TestCase
+
+
+def test_each_engine_has_a_folder_and_each_layout(tmp_path):
+    cache = make_cache()
+    with closing(DiskSlots(cache, tmp_path, 4)) as first:
+        with closing(DiskSlots(cache, tmp_path, 4)) as second:
+            assert (first.folder.name, second.folder.name) == ("0", "1")
+            assert first.folder.parent == second.folder.parent
+        with closing(DiskSlots(cache, tmp_path, 4)) as again:
+            assert again.folder == second.folder, "whose engine has ended"
+        for changes in ({"model": "n"}, {"order": "token"}, {"groups": attention_groups((None,), 1, 4, "int8")}):
+            fields = {name: getattr(LAYOUT, name) for name in KVLayout.__dataclass_fields__} | changes
+            with closing(DiskSlots(make_cache(KVLayout(**fields)), tmp_path, 4)) as other:
+                assert other.folder.parent != first.folder.parent
+                assert other.kept == []
+
+
+@pytest.mark.parametrize("name", ["VERSION", "torch.__version__", "native.made_from"])
+def test_what_another_version_or_processor_has_written_is_not_read(tmp_path, monkeypatch, name):
+    cache = make_cache()
+    with closing(DiskSlots(cache, tmp_path, 4)) as mine:
+        changed = (lambda: "another") if "made" in name else "another"
+        monkeypatch.setattr(f"penstock.engine.disk_tier.{name}", changed)
+        with closing(DiskSlots(cache, tmp_path, 4)) as other:
+            assert other.folder.parent != mine.folder.parent
+
+
+def test_where_the_page_cache_cannot_be_passed_by_it_is_used(tmp_path, monkeypatch):
+    opened, flags = os.open, []
+
+    def refusing(path, flag, *more, **named):
+        if flag & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        flags.append(flag)
+        return opened(path, flag, *more, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    cache = make_cache()
+    opens = open_disk_tier(cache, str(tmp_path), 4)
+    with closing(opens.mover) as mover:
+        cache.blocks[0] = 7
+        mover.push([Move(0, 3, b"k" * 16)])
+        mover.pull([Move(1, 3, b"k" * 16)])
+        mover.settle()
+        mover.pull([Move(1, 3, b"k" * 16)])
+        mover.settle()
+        assert cache.blocks[1].unique().tolist() == [7]
+    assert opens.block_seconds > 0
+    assert flags
+
+
+# --- with a model
+
+
+def restarted(evicted):
+    """Another engine on the same folder, when the first one has ended."""
+    close(evicted.engine)
+    model, limits = evicted.engine.executor.worker.model, {"blocks": 8, "model_len": 440, "budget": 256}
+    evicted.engine = make_engine(model, address_mode="table", sequences=4, slots=32, disk=evicted.disk, **limits)
+    return Collector(evicted.engine)
+
+
+@pytest.fixture
+def evicted(model, tmp_path):
+    evicted = Evicted(model, address_mode="table", disk=tmp_path)
+    yield evicted
+    close(evicted.engine)
+
+
+def blocks_of(evicted):
+    return next(evicted.disk.glob("*/0/blocks"))
+
+
+def test_what_an_engine_left_is_found_by_the_next(evicted):
+    again = restarted(evicted)
+    assert again.engine.scheduler.offload.tier.used == 4 + 3 * 3
+    assert again.run(make_request("first", prompt_of(0, 250)))["first"] == evicted.tokens
+    assert again.cached["first"] == 3 * BLOCK_TOKENS
+    said = stats_of(again.engine)
+    assert (said.tier, said.prefix_loads, said.tier_loads, said.failed_loads) == ("disk", 3 * BLOCK_TOKENS, 1, 0)
+    assert said.loaded_bytes == 3 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("fault", "ended", "expected"),
+    [
+        ("cut", False, 1),
+        ("cut", True, 1),
+        ("index cut", True, 2),
+        ("gone", False, 3),  # the files are there as long as they are open
+        ("gone", True, 0),
+    ],
+)
+def test_what_is_lost_is_computed(evicted, fault, ended, expected):
+    collector, blocks = evicted.collector, blocks_of(evicted)
+    if fault == "cut":
+        os.truncate(blocks, BLOCK_BYTES + 5)
+    elif fault == "index cut":
+        os.truncate(blocks.with_name("index"), 2 * RECORD_BYTES + 10)
+    else:
+        shutil.rmtree(evicted.disk)
+    if ended:
+        collector = restarted(evicted)
+    assert collector.run(make_request("again", prompt_of(0, 250)))["again"] == evicted.tokens
+    assert collector.cached["again"] == expected * BLOCK_TOKENS
+    assert stats_of(collector.engine).failed_loads == (fault == "cut" and not ended)
+
+
+def test_a_full_disk_costs_nothing_but_time(evicted):
+    slots = evicted.way.way
+    kept = os.dup(slots._fd)
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, slots._fd)
+    os.close(full)
+    stored = evicted.offload.stored_blocks
+    for name in ("new", "new again"):
+        evicted.collector.run(make_request(name, prompt_of(5, 250)))
+        evicted.collector.run(make_request(f"other than {name}", prompt_of(6, 400), max_tokens=1))
+    evicted.settle()
+    assert evicted.collector.tokens["new again"] == evicted.collector.tokens["new"]
+    said = stats_of(evicted.engine)
+    assert said.failed_stores > 0
+    assert evicted.offload.stored_blocks == stored
+    os.dup2(kept, slots._fd)  # there is room again
+    os.close(kept)
+    assert evicted.ask_again() == evicted.tokens
+    evicted.collector.run(make_request("newest", prompt_of(7, 250), max_tokens=1))
+    evicted.settle()
+    assert evicted.offload.stored_blocks > stored
+
+
+# --- as it is built
+
+
+def options_of(checkpoint, **changes):
+    return EngineOptions(
+        model=str(checkpoint), device="cpu", max_num_seqs=4, max_model_len=440, kv_cache_memory=8 * BLOCK_BYTES,
+        max_num_batched_tokens=256, **changes,
+    )  # fmt: skip
+
+
+def test_built_from_options(checkpoint, tmp_path):
+    tokens = []
+    for _ in range(2):
+        options = options_of(checkpoint, disk_cache=str(tmp_path / "a" / "b"), disk_cache_size=20 * BLOCK_BYTES + 5)
+        built = build_engine(options, SystemClock())
+        collector = Collector(built.engine)
+        tokens.append(collector.run(make_request("first", prompt_of(0, 250)))["first"])
+        assert built.engine.scheduler.offload.counts()["tier_slots"] == 20
+        built.engine.settle()
+        found = collector.cached["first"]
+        built.close()
+    assert tokens[0] == tokens[1]
+    assert found == 3 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"disk_cache_size": 1 << 30}, "disk-cache-size: 1.0 GiB, allowed only with disk-cache"),
+        ({"disk_cache": "/proc/none"}, "disk-cache: '/proc/none' cannot be used .*, allowed is a folder"),
+        ({"disk_cache": "/tmp", "disk_cache_size": 5000}, "disk-cache-size: 0.0 MiB, at least one block"),
+        ({"disk_cache": "/tmp", "prefix_cache": False}, "disk-cache-size: 16.0 GiB without prefix caching"),
+        ({"disk_cache": "/tmp", "tensor_parallel_size": 2}, "disk-cache: '/tmp', not supported yet with tensor-par"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(checkpoint, changes, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        build_engine(options_of(checkpoint, **changes), SystemClock())
+    assert refused.value.field in ("disk-cache", "disk-cache-size")
+    with pytest.raises(ConfigError, match="not supported yet on cuda"):
+        check_disk_tier("/tmp", None, torch.device("cuda"), 1)
