@@ -124,11 +124,12 @@ engine: {max-model-len: 4096, max-num-seqs: 32, kv-blocks: 400}
     assert result["handed_over"] <= chats
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_steps_taken_together_come_out_as_steps_taken_one_by_one(shape):
+@pytest.mark.parametrize(("shape", "policy"), [*((shape, "least_loaded") for shape in SHAPES), ("shared", "xllm")])
+def test_steps_taken_together_come_out_as_steps_taken_one_by_one(shape, policy):
+    """Under `xllm` a sequence is told after its prompt that it stays, while others decode in steps that are alike."""
     scenario = read(WORKLOAD, SHAPES[shape], FAILURE if "prefill" in SHAPES[shape] else FAILURE_OF_ONE)
-    together, _ = first = run(scenario, scale=0.3)
-    alone, _ = second = run(scenario, scale=0.3, strides=False)
+    together, _ = first = run(scenario, policy, scale=0.3)
+    alone, _ = second = run(scenario, policy, scale=0.3, strides=False)
     assert together["events"] < 0.7 * alone["events"]
     assert request_rows(first[1].records) == request_rows(second[1].records)
     for name, instance in together["instances"].items():

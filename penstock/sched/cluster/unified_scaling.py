@@ -1,4 +1,4 @@
-"""Scaling by prediction: as many instances as the targets need, by what the latest traffic would have come to on others.
+"""Scaling by prediction: as many instances as targets need, by what the latest traffic would have come to on others.
 
 For N instances two things are asked. Of the prompts of the last `memory` seconds, how many would have kept their TTFT:
 `hindsight.py`. And from the rates, the mean prompt and output, and the step model, what each instance would see:
