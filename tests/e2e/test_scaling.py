@@ -69,9 +69,8 @@ def test_a_day_costs_less_than_its_peak_keeps_nearly_as_much_and_is_as_the_simul
         starts = up.metric("instance_starts_total")
         took = up.metric("instance_start_seconds_total") / starts
         assert turns(up, BACK) <= 1
-        late = [line for line in up.lines if "this host cannot keep the pace" in line]
     summary = json.loads(document.read_text())["summary"]
-    if late or summary["lag_ms"]["p99"] > BUSY:
+    if summary["lag_ms"]["p99"] > BUSY:
         pytest.skip("this host has too much else to do for engines that keep a pace")
     kept = summary["goodput"]["attainment"]
     assert summary["failed"] == 0

@@ -4,7 +4,7 @@ Bursts of a second or two cannot be answered with instances that take as long to
 not show them. So the number of instances is not read off a rate: the prompts that came lately are run again, in a
 model of one queue, on fewer and on more instances, and it is counted how many would have kept their TTFT. What does
 not come in time then is given up, as `unified` gives it up, so that a burst costs what it is too much and no more. How
-bursty the traffic is, and what that needs, is in it by itself.
+bursty the traffic is, and what that needs, is in it by itself. Prompts count whole, as if nothing of them were cached.
 """
 
 from __future__ import annotations
