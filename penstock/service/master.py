@@ -644,7 +644,9 @@ class Master:
     def _scale(self, now: float, scaler: Scaler) -> list[Action]:
         actions: list[Action] = []
         expected = self._account.expected(scaler.start_seconds)
-        scaled = scaler.decide(self._view(now), self._endpoints, self._sessions, self._roles, expected)
+        scaled = scaler.decide(
+            self._view(now), self._endpoints, self._sessions, self._roles, expected, self._rates.take()
+        )
         if self._recorder is not None and scaler.has_news(now):
             self._recorder.scaled(now, scaled.verdicts)
         for change in scaled.changes:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 from penstock.core.wire.master import Outcome, Place, Placed
-from penstock.sched.cluster import Demand, Key, Rates, Resident, ViewQueue
+from penstock.sched.cluster import Demand, Key, Rates, Resident, Tally, ViewQueue
 from penstock.service.session import InstanceSession
 
 REMEMBERED = 8  # length of the history: changes for each waiting sequence, and at least MEMORY
 MEMORY = 256
 WINDOW = 10.0  # seconds
+TALLIED = 0.1  # seconds of a tally
+TALLIES = 1200  # that are kept for whoever asks for them
 
 
 @dataclass(slots=True, eq=False)
@@ -132,20 +134,23 @@ class WaitQueue(dict[Key, Tracked]):
 
 
 class RateWindow:
-    """What came and went, of online sequences, over the last `WINDOW` seconds."""
+    """What came and went, of online sequences, over the last `WINDOW` seconds, and since it was last asked."""
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[float, int]] = deque()  # when, prompt tokens
         # when, output tokens, whether it generated any, and whether it kept its targets
         self._ended: deque[tuple[float, int, bool, bool]] = deque()
         self._prompt_tokens = self._output_tokens = self._generated = self._attained = 0  # sums of these
+        self._tallies: deque[Tally] = deque(maxlen=TALLIES)
 
     def arrive(self, now: float, demand: Demand) -> None:
+        self._tally(now, arrivals=1, prompt_tokens=demand.prompt_tokens)
         self._arrived.append((now, demand.prompt_tokens))
         self._prompt_tokens += demand.prompt_tokens
 
     def end(self, now: float, demand: Demand, outcome: Outcome) -> None:
         kept = outcome.ttft_ms <= demand.ttft * 1e3 and (outcome.tpot_ms or 0.0) <= demand.tpot * 1e3
+        self._tally(now, completions=1, attained=int(kept))
         generated = demand.max_tokens > 0
         self._ended.append((now, outcome.tokens, generated, kept))
         self._output_tokens += outcome.tokens
@@ -168,4 +173,24 @@ class RateWindow:
             attained=self._attained,
             prompt_tokens=self._prompt_tokens / arrived if arrived else 0.0,
             output_tokens=self._output_tokens / self._generated if self._generated else 0.0,
+        )
+
+    def take(self) -> Sequence[Tally]:
+        """Tallies since the last call, in order."""
+        taken = list(self._tallies)
+        self._tallies.clear()
+        return taken
+
+    def _tally(
+        self, now: float, *, arrivals: int = 0, prompt_tokens: int = 0, completions: int = 0, attained: int = 0
+    ) -> None:
+        last = self._tallies.pop() if self._tallies and now < self._tallies[-1].at + TALLIED else Tally(now)
+        self._tallies.append(
+            Tally(
+                last.at,
+                last.arrivals + arrivals,
+                last.prompt_tokens + prompt_tokens,
+                last.completions + completions,
+                last.attained + attained,
+            )
         )

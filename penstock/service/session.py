@@ -21,6 +21,7 @@ from penstock.sched.cluster import (
     Scaled,
     ScalingPolicy,
     Start,
+    Tally,
     Verdict,
 )
 from penstock.sched.cluster.base import Key
@@ -424,6 +425,7 @@ class Scaler:
         sessions: Mapping[str, InstanceSession],
         roles: Mapping[str, Role],
         start_seconds: float,
+        lately: Sequence[Tally],
     ) -> Scaled:
         """
         Args:
@@ -431,6 +433,7 @@ class Scaler:
             sessions: of those that serve, or drain.
             roles: that were decided on, where these are not those of the endpoints.
             start_seconds: that a start is expected to take.
+            lately: what came and went since the last question.
 
         Returns:
             No changes while an instance sleeps: whoever put it to sleep wants no other in its place.
@@ -439,7 +442,7 @@ class Scaler:
         self._next = view.now + self._policy.interval
         asleep = next((name for name, session in sessions.items() if session.sleeps), None)
         if asleep is None:
-            scaled = self._policy.decide(view, self._fleet(view, endpoints, sessions, roles, start_seconds))
+            scaled = self._policy.decide(view, self._fleet(view, endpoints, sessions, roles, start_seconds, lately))
         else:
             scaled = Scaled(verdicts=_asleep(view, asleep))
         self._starting |= {change.name: change.role for change in scaled.changes if isinstance(change, Start)}
@@ -453,6 +456,7 @@ class Scaler:
         sessions: Mapping[str, InstanceSession],
         roles: Mapping[str, Role],
         start_seconds: float,
+        lately: Sequence[Tally],
     ) -> Fleet:
         assert self._begun is not None
         there = {load.name for load in view.instances}
@@ -478,6 +482,7 @@ class Scaler:
             budget=inf if self._limits.devices is None else self._limits.devices,
             start_seconds=start_seconds,
             complete=view.now - self._begun >= LEASE,
+            lately=lately,
         )
 
     def forget(self, name: str) -> None:

@@ -111,7 +111,7 @@ def test_the_fleet_goes_with_the_tide_and_nothing_fails_or_stays():
         assert spent == pytest.approx(seconds, rel=0.03, abs=CEILING)  # the metric is renewed every second
         assert gauge.most == CEILING
         assert told.count("started") == told.count("drained") >= TIDES * (CEILING - FLOOR)
-        assert turns(up) <= 1
+        assert turns(up, BACK) <= 1
         assert any(move["reason"].startswith("drain: ") for move in overview(up)["relocations"])
         assert not raised(up.lines)
         url, folder, pids = httpx.URL(up.url), up.folder, gauge.pids | set(up.pids().values())
@@ -170,10 +170,10 @@ def changes(up):
     return [(datetime.fromisoformat(line[1]).timestamp(), line[2]) for line in found]
 
 
-def turns(up):
-    """The most changes in the other direction in any time of a cooldown."""
+def turns(up, cooldown):
+    """The most changes in the other direction in any time of so many seconds."""
     found = changes(up)
-    spans = [[way for at, way in found[first:] if at < begin + BACK] for first, (begin, _) in enumerate(found)]
+    spans = [[way for at, way in found[first:] if at < begin + cooldown] for first, (begin, _) in enumerate(found)]
     return max(sum(way != other for way, other in pairwise(span)) for span in spans)
 
 

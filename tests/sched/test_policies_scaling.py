@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.sched.cluster import ClusterView, Fleet, Move, Rates, Start, Stop
+from penstock.sched.cluster import ClusterView, Fleet, Move, Rates, Start, Stop, Tally
 from penstock.sched.cluster.hfx_scaling import HFXScaling
+from penstock.sched.cluster.hindsight import Lot, in_time
 from penstock.sched.cluster.scaling import Bounded, Wish, stages
 from penstock.sched.cluster.unified_scaling import OnlineTraffic, UnifiedScaling, strain
 from penstock.sim.baselines.threshold_scaling import ThresholdScaling
@@ -26,6 +27,13 @@ BUSY = {"requests": 40, "held_tokens": 60_000}  # of 65,536
 def view(*instances, now=100.0, waiting=0, waited=0.0, rates=STEADY, ttft=1.0):
     queue = [demand(f"r{i}", arrived=now - waited, ttft=ttft, tpot=0.1) for i in range(waiting)]
     return ClusterView(now=now, instances=instances, queue=queue, rates=rates)
+
+
+def tallies(now, rates, seconds=1.0):
+    """What came and went in the seconds before, at these rates."""
+    share = seconds / rates.window
+    came, went, kept = (round(share * count) for count in (rates.arrivals, rates.completions, rates.attained))
+    return [Tally(now - seconds / 2, came, round(came * rates.prompt_tokens), went, kept)]
 
 
 class Scaler:
@@ -53,8 +61,9 @@ def after(scaler, what, fleet=FLEET, seconds=0.0):
     """What it decides once the same has been so for some time."""
     start = what.now - seconds
     for i in range(round(seconds)):
-        assert not scaler.decide(replace(what, now=start + i), fleet), "too early"
-    return scaler.decide(what, fleet)
+        lately = tallies(start + i, what.rates)
+        assert not scaler.decide(replace(what, now=start + i), replace(fleet, lately=lately)), "too early"
+    return scaler.decide(what, replace(fleet, lately=tallies(what.now, what.rates)))
 
 
 @pytest.mark.parametrize("name", SIZINGS)
@@ -66,8 +75,12 @@ def test_nothing_changes_while_all_is_well(name):
 
 @pytest.mark.parametrize("name", SIZINGS)
 def test_a_queue_that_waits_asks_for_more_although_execution_keeps_up(name):
-    changes = scaler_of(name).decide(view(*any_(2), waiting=40, waited=0.9, ttft=1.0), FLEET)
-    assert changes
+    scaler = scaler_of(name)
+    for second in range(10):
+        changes = scaler.decide(view(*any_(2), now=100.0 + second, waiting=40, waited=0.9, ttft=1.0), FLEET)
+        if changes:
+            break
+    assert second <= {"unified": 5}.get(name, 0)
     assert all(isinstance(c, Start) and c.role == "any" and c.reason for c in changes)
     assert [c.name for c in changes] == ["x0", "x1", "x2"][: len(changes)]
 
@@ -77,7 +90,7 @@ def test_an_idle_cluster_shrinks_by_the_emptiest_one_by_one(name):
     idle = Rates(arrivals=0, completions=30, attained=30, output_tokens=32.0)
     some = [instance("a0", requests=1, held_tokens=500, decoding=1, tpot=0.1), instance("a1")]
     scaler = scaler_of(name)
-    changes = after(scaler, view(*some, rates=idle), seconds={"threshold": 60, "hfx": 30, "unified": 15}[name])
+    changes = after(scaler, view(*some, rates=idle), seconds={"threshold": 60, "hfx": 30, "unified": 45}[name])
     assert [(type(c), c.name) for c in changes] == [(Stop, "a1")]
     assert not scaler.decide(view(some[0], now=500.0, rates=idle), FLEET), "never the last one"
     assert not scaler_of(name).decide(view(*some, rates=idle), replace(FLEET, least=2))
@@ -86,7 +99,12 @@ def test_an_idle_cluster_shrinks_by_the_emptiest_one_by_one(name):
 @pytest.mark.parametrize("name", SIZINGS)
 def test_a_cooldown_passes_between_two_changes_and_starting_ones_count(name):
     scaler, urgent = scaler_of(name), view(*any_(2), waiting=40, waited=0.9)
-    first = scaler.decide(urgent, FLEET)
+    for second in range(6):  # for so long ours takes it for a burst
+        first = scaler.decide(replace(urgent, now=100.0 + second), FLEET)
+        if first:
+            urgent = replace(urgent, now=100.0 + second)
+            break
+    assert first
     assert not scaler.decide(replace(urgent, now=urgent.now + 0.5), FLEET)
     fleet = replace(FLEET, starting={c.name: "any" for c in first}, most=2 + len(first))
     assert not scaler.decide(replace(urgent, now=urgent.now + 100), fleet), "no more than `most`"
@@ -137,42 +155,83 @@ def test_a_queue_that_waits_for_decoders_does_not_make_more_prefillers():
     assert [c.role for c in changes] == ["decode"]
 
 
-def test_a_missed_prediction_asks_for_one_more():
+def test_a_missed_prediction_asks_for_one_more_and_then_waits_what_comes_of_it():
     busy = any_(2, requests=40, decoding=40, held_tokens=30_000, ttft=1.0, tpot=0.05)
-    heavy = replace(STEADY, arrivals=250, completions=250, attained=100, prompt_tokens=2000.0, output_tokens=200.0)
-    (change,) = Scaler(UnifiedScaling()).decide(view(*busy, rates=heavy), FLEET)
-    assert change.reason == "100 of 250 kept their targets"
+    heavy = replace(STEADY, arrivals=250, completions=250, attained=100, prompt_tokens=2000.0, output_tokens=300.0)
+    scaler = Scaler(UnifiedScaling())
+    (change,) = after(scaler, view(*busy, rates=heavy), seconds=1)
+    assert change.reason == "10 of 25 kept their targets"
+    more = [*busy, replace(busy[0], name="x0")]
+    for second in range(4):
+        lately = [Tally(100.0 + second, 4, 8000, 4, 1)]
+        assert not scaler.decide(view(*more, now=101.0 + second, rates=heavy), replace(FLEET, lately=lately))
 
 
 def test_ours_grows_by_as_many_as_are_missing():
     flood = replace(STEADY, arrivals=3000, prompt_tokens=2000.0)
-    assert len(Scaler(UnifiedScaling()).decide(view(*any_(2, ttft=1.0, tpot=0.1), rates=flood), FLEET)) == 3
+    there = view(*any_(2, ttft=1.0, tpot=0.1), rates=flood)
+    assert len(after(Scaler(UnifiedScaling()), there)) == 3
 
 
-def test_ours_remembers_a_burst_before_it_shrinks():
-    scaler, fleet = Scaler(UnifiedScaling(memory=30.0)), replace(FLEET, most=4)
-    burst = replace(STEADY, arrivals=1000, prompt_tokens=2000.0)
-    loads = any_(4, ttft=1.0, tpot=0.1)
-    for second in range(5):
-        scaler.decide(view(*loads, now=100.0 + second, rates=burst), fleet)
-    cut_at = next(now for now in range(105, 200) if scaler.decide(view(*loads, now=float(now), rates=STEADY), fleet))
-    assert cut_at >= 134
+@pytest.mark.parametrize("often", [1, 12])
+def test_ours_has_instances_for_bursts_that_come_again_and_for_one_as_long_as_it_is_remembered(often):
+    """They are far too short to be met by instances that start then."""
+    scaler = Scaler(UnifiedScaling(memory=30.0))
+    few = replace(STEADY, arrivals=10, completions=10, attained=10, prompt_tokens=2000.0)
+    count, counts = 1, []
+    for second in range(100, 300):
+        lately = tallies(second, few)
+        if 130 <= second < 130 + 10 * often and second % 10 == 0:
+            lately = [Tally(second - 0.5, 150, 150 * 2000)]  # 150 prompts take one instance far longer than a second
+        fleet = replace(FLEET, absent=[f"x{i}" for i in range(8)], lately=lately)
+        there = [instance(f"i{i}", ttft=1.0, tpot=0.1) for i in range(count)]
+        for change in scaler.decide(view(*there, now=float(second), rates=few), fleet):
+            count += 1 if isinstance(change, Start) else -1
+        counts.append(count)
+    quiet, last = counts[:30], 20 + 10 * often
+    assert set(quiet) == {1}
+    assert max(counts) > 3
+    assert set(counts[33 : last + 25]) == {max(counts)}, "the next one would find them"
+    assert counts[last + 50] == 1
+
+
+lots = st.lists(
+    st.tuples(st.floats(0.0, 30.0), st.integers(1, 50), st.floats(0.001, 0.3)), min_size=1, max_size=40
+).map(lambda found: [Lot(at, count, count * alone, alone) for at, count, alone in sorted(found)])
+
+
+@given(lots=lots, share=st.floats(0.2, 1.0), ttft=st.floats(0.4, 3.0))
+def test_more_instances_would_never_have_kept_fewer_prompts_in_time(lots, share, ttft):
+    kept = [in_time(lots, count, share, ttft) for count in range(1, 12)]
+    assert all(0 <= one <= other + 1e-9 for one, other in pairwise([*kept, 1.0]))
+    assert in_time(lots, 10_000, share, ttft) == pytest.approx(1.0)
+
+
+def test_what_would_have_been_in_time_is_what_can_be_computed_by_hand():
+    at_once = [Lot(0.0, 10, 2.0, 0.2)]
+    assert in_time(at_once, 1, 1.0, 1.2) == pytest.approx(0.5)  # each begins within the second before its own 0.2 s
+    assert in_time(at_once, 2, 1.0, 1.2) == 1.0
+    assert in_time(at_once, 2, 0.5, 1.4) == pytest.approx(0.5)
+    later = [*at_once, Lot(0.5, 5, 1.0, 0.2)]  # half a second of it is left then
+    assert in_time(later, 1, 1.0, 1.2) == pytest.approx((5 + 2.5) / 15)
+    assert in_time([*at_once, Lot(0.1, 3, 9.0, 3.0)], 2, 1.0, 1.2) == 1.0, "nobody could have"
 
 
 @given(
     rate=st.floats(0.0, 100.0),
     prompt=st.floats(1.0, 4000.0),
     output=st.floats(1.0, 400.0),
-    backlog=st.floats(0.0, 1e6),
+    prefilling=st.floats(0.0, 6.0),
     role=st.sampled_from(["any", "prefill", "decode"]),
 )
-def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt, output, backlog, role):
-    traffic = OnlineTraffic(rate, prompt, output, 1.0, 0.05, backlog)
-    strains = [strain(role, any_(1), traffic, count) for count in (1, 2, 3, 8)]
+def test_more_instances_never_strain_more_and_more_work_never_less(rate, prompt, output, prefilling, role):
+    traffic = OnlineTraffic(rate, prompt, output, 0.05, prefilling)
+    load = instance("a0")
+    strains = [strain(role, load, traffic, count) for count in (1, 2, 3, 8)]
     assert all(a >= b * (1 - 1e-6) for a, b in pairwise(strains))
     if role != "decode":
-        assert strain(role, any_(1), dataclasses.replace(traffic, backlog=backlog + 1e5), 2) >= strains[1]
-    assert strain(role, any_(1), dataclasses.replace(traffic, ttft=inf, tpot=inf), 2) <= strains[1]
+        assert strain(role, load, dataclasses.replace(traffic, prefilling=prefilling + 1.0), 2) >= strains[1]
+    assert strain(role, load, dataclasses.replace(traffic, tpot=inf), 2) <= strains[1]
 
 
 @pytest.mark.parametrize("name", SIZINGS)
@@ -204,7 +263,11 @@ def test_changes_stay_within_the_fleet_and_equal_views_give_equal_ones(name, see
         )
         what = view(*loads, now=now, waiting=rng.choice([0, 0, 30]), waited=rng.choice([0.0, 0.9]), rates=rates)
         fleet = Fleet(
-            absent=["x0"], starting={"s": roles[0]} if rng.random() < 0.2 else {}, least=2, most=len(roles) + 1
+            absent=["x0"],
+            starting={"s": roles[0]} if rng.random() < 0.2 else {},
+            least=2,
+            most=len(roles) + 1,
+            lately=tallies(now, rates, 0.5),
         )
         changes = one.decide(what, fleet)
         assert list(changes) == list(two.decide(what, fleet))

@@ -20,7 +20,7 @@ from penstock.core.wire.master import (
     Relocate,
     Settled,
 )
-from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, Start, Stop, Verdict
+from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, Start, Stop, Tally, Verdict
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
@@ -422,12 +422,14 @@ def test_instances_are_started_and_drained_before_they_stop():
     cluster.place()
     scaling.changes, cluster.now = [Stop(name="b", reason="quiet")], 2.0
     assert cluster.did() == [ToEngine("b", Drain(1))]
+    assert list(scaling.fleets[-1].lately) == [Tally(1.0, 1, 10)]
     cluster.policy.to = None
     cluster.place("s")
     assert [i.name for i in cluster.policy.seen[-1].instances] == ["a"]
     cluster.now = 3.0
     assert cluster.did() == []  # what runs there is not over
     assert scaling.fleets[-1].draining == {"b"}
+    assert list(scaling.fleets[-1].lately) == [Tally(2.0, 1, 10)], "what came since the last question"
     cluster.say(Ended(["r"]))
     assert cluster.did() == [StopInstance("b")]
     cluster.engine("b", ChannelLost("stopped"))

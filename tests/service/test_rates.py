@@ -3,8 +3,9 @@
 import pytest
 
 from penstock.core.wire.master import Outcome
+from penstock.sched.cluster import Tally
 from penstock.service.engine_client import WINDOW, RateMeter
-from penstock.service.queue import RateWindow
+from penstock.service.queue import TALLIES, RateWindow
 from tests.helpers.policies import demand
 
 
@@ -39,3 +40,16 @@ def test_what_came_and_ended_before_the_window_counts_no_longer():
     assert (late.arrivals, late.completions, late.attained) == (1, 1, 0)
     assert (late.prompt_tokens, late.output_tokens) == (200, 20)
     assert (none.arrivals, none.completions, none.prompt_tokens, none.output_tokens) == (0, 0, 0, 0)
+
+
+def test_tallies_are_of_tenths_of_a_second_and_are_given_once():
+    window, done = RateWindow(), Outcome("r", 500.0, 50.0, 0.0, 7)
+    for now in (1.0, 1.05, 1.09, 1.2, 9.0):
+        window.arrive(now, demand(f"r{now}", 100, ttft=1.0, tpot=0.1))
+    window.end(9.05, demand("r", 100, ttft=1.0, tpot=0.1), done)
+    window.end(9.06, demand("r", 100, ttft=0.1, tpot=0.1), done)
+    assert window.take() == [Tally(1.0, 3, 300), Tally(1.2, 1, 100), Tally(9.0, 1, 100, 2, 1)]
+    assert window.take() == []
+    for now in range(10_000):
+        window.arrive(float(now), demand("r", 100))
+    assert len(window.take()) == TALLIES, "nobody has to take them"

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 from msgspec.structs import replace
 
-from penstock.sched.cluster import Unified
+from penstock.sched.cluster import Start, Stop, Unified
 from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.local import Scheduler
 from penstock.service.policies import BUNDLES, Bundle, Policies
@@ -124,17 +124,38 @@ engine: {max-model-len: 4096, max-num-seqs: 32, kv-blocks: 400}
     assert result["handed_over"] <= chats
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_steps_taken_together_come_out_as_steps_taken_one_by_one(shape):
+@pytest.mark.parametrize(("shape", "policy"), [*((shape, "least_loaded") for shape in SHAPES), ("shared", "xllm")])
+def test_steps_taken_together_come_out_as_steps_taken_one_by_one(shape, policy):
+    """Under `xllm` a sequence is told after its prompt that it stays, while others decode in steps that are alike."""
     scenario = read(WORKLOAD, SHAPES[shape], FAILURE if "prefill" in SHAPES[shape] else FAILURE_OF_ONE)
-    together, _ = first = run(scenario, scale=0.3)
-    alone, _ = second = run(scenario, scale=0.3, strides=False)
+    together, _ = first = run(scenario, policy, scale=0.3)
+    alone, _ = second = run(scenario, policy, scale=0.3, strides=False)
     assert together["events"] < 0.7 * alone["events"]
     assert request_rows(first[1].records) == request_rows(second[1].records)
     for name, instance in together["instances"].items():
         assert instance == pytest.approx(alone["instances"][name])
     told_apart = {"events": 0, "timeline": 0, "instances": 0}
     assert together | told_apart == alone | told_apart
+
+
+@pytest.mark.slow
+def test_a_day_costs_less_than_any_fixed_number_of_instances_that_keeps_as_much():
+    day = """
+workload:
+  duration: 300
+  tide: 6
+  tasks:
+    - {name: code, rate: 2.5, prompt: 6000, prompt-sd: 4000, output: 12, output-sd: 6, ttft-ms: 2000, tpot-ms: 100}
+engine: {device: modelled:l40s, max-model-len: 32768, max-num-seqs: 64}
+"""
+    scaled, cluster = run(
+        read(day, "instances: [{count: 1}]\nscaling: {least: 1, most: 6, start-seconds: 1.5}\n"), "unified_scaling"
+    )
+    fixed = {n: run(read(day, f"instances: [{{count: {n}}}]\n"), "unified")[0] for n in (1, 2)}
+    assert fixed[1]["attainment"] < 0.92
+    assert scaled["attainment"] > fixed[2]["attainment"] - 0.005
+    assert scaled["instance_seconds"] < 0.87 * fixed[2]["instance_seconds"]
+    assert {type(change) for _, change in cluster.changes} == {Start, Stop}
 
 
 def test_a_shortage_of_blocks_preempts_and_loses_nothing():

@@ -28,6 +28,7 @@ from penstock.sched.cluster.base import (
     Stage,
     Start,
     Stop,
+    Tally,
     Verdict,
     fitting,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "Stage",
     "Start",
     "Stop",
+    "Tally",
     "Unified",
     "Verdict",
     "ViewQueue",

@@ -401,8 +401,25 @@ class RolePolicy(Protocol):
     def decide(self, view: ClusterView) -> Sequence[Move]: ...
 
 
+class Tally(Struct, frozen=True):
+    """Online sequences that came and went in a short while.
+
+    Attributes:
+        at: when it began, in seconds.
+        arrivals, completions: counts.
+        prompt_tokens: of all that arrived.
+        attained: of the completed, those that kept their targets.
+    """
+
+    at: float
+    arrivals: int = 0
+    prompt_tokens: int = 0
+    completions: int = 0
+    attained: int = 0
+
+
 class Fleet(Struct, frozen=True, kw_only=True):
-    """What scaling may change.
+    """What scaling may change, and what it is for.
 
     Attributes:
         absent: names of instances that could be started.
@@ -416,6 +433,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
         budget: devices that they may take together.
         start_seconds: from an order until an instance serves, as was measured lately or is believed.
         complete: whether all instances are known: a new master has not heard of all, and misses none.
+        lately: what came and went since the last question, in order.
     """
 
     absent: Sequence[str] = ()
@@ -429,6 +447,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     budget: float = inf
     start_seconds: float = 0.0
     complete: bool = True
+    lately: Sequence[Tally] = ()
 
 
 class Start(Struct, frozen=True, kw_only=True):

@@ -1,39 +1,43 @@
-"""Scaling by prediction: as many instances as the targets need, from the predicted load on one fewer and on more.
+"""Scaling by prediction: as many instances as targets need, by what the latest traffic would have come to on others.
 
-From the rates, the mean prompt and output, and the step model follows for N instances what each would see:
+For N instances two things are asked. Of the prompts of the last `memory` seconds, how many would have kept their TTFT:
+`hindsight.py`. And from the rates, the mean prompt and output, and the step model, what each instance would see:
 
-    f     share of its time that prefilling prompts takes
+    f     share of its time that prefilling prompts takes, in the mean over that time
     B     sequences that decode at once; each stays for its output times a step, and a step is longer the more there
           are and the more of it goes to prompts:  B = r * output * D,  D = d(B) / (1 - f)
-    wait  for the prompts before it (an M/D/1 queue on f), and for what waits already, shared out and worked off in what
-          arrivals leave of the time
 
-and from these its *strain*: the largest of f, D over the strictest TPOT, KV over the memory, and wait + prefilling over
-the strictest TTFT; over 1 a target or the memory is predicted to be missed. It is never sized from execution time
-alone: a queue that has built up counts as wait.
+and from these its *strain*: the largest of f, D over the strictest TPOT, KV over the memory, and B over the sequences
+that it takes; over 1 a target or the memory is predicted to be missed.
 
-The smallest N whose strain is under `target` is wanted. It grows at once by as many as are missing; it shrinks by one
-at a time, and only while N - 1 would stay under `relaxed` with the heaviest traffic of the last `memory` seconds and
-nothing waits. Where the prediction is wrong, targets that are missed (under `attained` of what was completed) or a
-queue that has used up `waited` of its time ask for one more. The stages of a disaggregated cluster are sized
-by themselves, and exchange instances first.
+The smallest N is wanted whose strain is under `target` and that would have kept a TTFT in `kept` of all cases. The
+stage grows at once by as many as are missing, and shrinks to as many as are enough for everything that came in the last
+`memory` seconds, with a strain under `relaxed` at the heaviest of it. So a burst is worth instances for as long as it
+is remembered, one that comes again finds them, and what it takes is never extrapolated from a single second. Where the
+prediction is wrong, targets that are missed (under `attained` of what was completed since the stage has its size) or a
+queue that has used up `waited` of its time for `persists` seconds ask for one more. The stages of a disaggregated
+cluster are sized by themselves, and exchange instances first.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.sched.cluster.base import ClusterView, Fleet, InstanceLoad
-from penstock.sched.cluster.foresight import prefill_seconds_alone
-from penstock.sched.cluster.scaling import Wish, stages, starting, urgency
+from penstock.sched.cluster.hindsight import Hindsight, Lot, in_time
+from penstock.sched.cluster.scaling import PATIENCE, Wish, stages, starting, urgency
 
 ROUNDS = 12  # of the fixed point of B
 STARTS = 4  # a cut is dearer the longer it takes to undo it
+LEAST_SHARE = 0.1  # of an instance's time that prompts get, however much decodes there
+LEAST_COMPLETED = 20  # sequences, of fewer nothing is concluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,46 @@ class OnlineTraffic:
     Attributes:
         rate: sequences per second.
         prompt, output: tokens, the means.
-        ttft, tpot: the strictest targets in seconds.
-        backlog: prompt tokens without a place, or sent and not yet prefilled.
+        tpot: the strictest target in seconds.
+        prefilling: seconds of one instance that prompts take, per second.
     """
 
     rate: float
     prompt: float
     output: float
-    ttft: float
     tpot: float
-    backlog: float = 0.0
+    prefilling: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What is held against numbers of instances of a stage.
+
+    Attributes:
+        now, peak: traffic, and the heaviest of what is remembered.
+        lots: prompts that came; none where they are not prefilled.
+        ttft: the strictest target in seconds.
+    """
+
+    role: Role
+    load: InstanceLoad
+    now: OnlineTraffic
+    peak: OnlineTraffic
+    lots: Sequence[Lot]
+    ttft: float
+
+    def strain(self, traffic: OnlineTraffic, count: int) -> float:
+        return strain(self.role, self.load, traffic, count)
+
+    def kept(self, count: int) -> float:
+        """Share of the prompts that `count` instances would have prefilled in time."""
+        if not self.lots:
+            return 1.0
+        share = 1.0
+        if self.role == "any":
+            _, decoding = _decoding(self.load, self.now, self.now.rate / count, 0.0)
+            share = max(LEAST_SHARE, 1 - decoding / self.now.tpot)
+        return in_time(self.lots, count, share, self.ttft)
 
 
 class UnifiedScaling:
@@ -59,10 +93,12 @@ class UnifiedScaling:
 
     Args:
         target: strain to stay under.
-        relaxed: that one instance less has to stay under.
+        relaxed: that fewer instances have to stay under.
+        kept: share of prompts that are to keep their TTFT, in hindsight.
         attained: share of targets to keep.
-        waited: share of its TTFT that the queue may wait, the mean.
-        memory: seconds for which past traffic speaks against a cut; at least as long as `STARTS` starts take.
+        waited, persists: share of its TTFT that the queue may wait, the mean; for so many seconds it may wait longer.
+        memory: seconds of traffic that are held against a number of instances; at least as long as `STARTS` starts
+            take.
         out, back: cooldowns in seconds.
     """
 
@@ -74,125 +110,120 @@ class UnifiedScaling:
         interval: float = 1.0,
         target: float = 0.8,
         relaxed: float = 0.6,
+        kept: float = 0.99,
         attained: float = 0.95,
         waited: float = 0.5,
-        memory: float = 30.0,
+        persists: float = 5.0,
+        memory: float = 45.0,
         out: float = 2.0,
         back: float = 15.0,
     ) -> None:
         self.interval, self.out, self.back = interval, out, back
-        self._target, self._relaxed = target, relaxed
-        self._attained, self._waited, self._memory = attained, waited, memory
-        self._past: deque[tuple[float, OnlineTraffic]] = deque()
+        self._target, self._relaxed, self._kept = target, relaxed, kept
+        self._attained, self._waited, self._persists, self._memory = attained, waited, persists, memory
+        self._hindsight = Hindsight()
+        self._past: deque[tuple[float, float, OnlineTraffic]] = deque()  # when, the strictest TTFT, of ten seconds
+        self._sizes: dict[Role, tuple[int, float]] = {}  # instances, and since when
+        self._calm: float | None = None  # when the queue had last not waited too long
 
     def wishes(self, view: ClusterView, fleet: Fleet) -> Mapping[Role, Wish]:
-        traffic, peak = self._traffic(view, max(self._memory, STARTS * fleet.start_seconds))
+        memory = max(self._memory, STARTS * fleet.start_seconds)
+        self._hindsight.hear(view.now, fleet.lately, memory)
+        self._remember(view, memory)
+        if urgency(view) <= self._waited or self._calm is None:
+            self._calm = view.now
+        span = self._hindsight.span(view.now)
         return {
-            role: self._wish(view, role, loads, traffic, peak, starting(fleet, role))
+            role: self._wish(
+                view, self._stage(role, loads[0], max(span, view.rates.window)), len(loads), fleet, span >= memory
+            )
             for role, loads in stages(view).items()
         }
 
-    def _traffic(self, view: ClusterView, memory: float) -> tuple[OnlineTraffic, OnlineTraffic]:
-        """Of now, and the most demanding of everything that was seen in the last `memory` seconds."""
-        rates = view.rates
+    def _remember(self, view: ClusterView, memory: float) -> None:
+        rates, loads = view.rates, view.instances
+        tpots = [*(d.tpot for d in view.queue), *(i.tpot for i in loads)]
+        ttfts = [*(d.ttft for d in view.queue), *(i.ttft for i in loads)]
         now = OnlineTraffic(
             rate=rates.arrivals / rates.window,
             prompt=rates.prompt_tokens,
             output=rates.output_tokens,
-            ttft=min((d.ttft for d in view.queue), default=inf),
-            tpot=min((d.tpot for d in view.queue), default=inf),
-            backlog=sum(d.prompt_tokens for d in view.queue) + sum(i.pending_tokens for i in view.instances),
+            tpot=min(tpots, default=inf),
         )
-        for load in view.instances:
-            if load.ttft < now.ttft or load.tpot < now.tpot:
-                now = _stricter(now, load.ttft, load.tpot)
-        self._past.append((view.now, now))
+        self._past.append((view.now, min(ttfts, default=inf), now))
         while self._past[0][0] < view.now - memory:
             self._past.popleft()
-        seen = [traffic for _, traffic in self._past]
-        strict = _stricter(now, min(t.ttft for t in seen), min(t.tpot for t in seen))
-        peak = OnlineTraffic(
-            rate=max(t.rate for t in seen),
-            prompt=max(t.prompt for t in seen),
-            output=max(t.output for t in seen),
-            ttft=strict.ttft,
-            tpot=strict.tpot,
-            backlog=now.backlog,
-        )
-        return strict, peak
 
-    def _wish(
-        self,
-        view: ClusterView,
-        role: Role,
-        loads: Sequence[InstanceLoad],
-        now: OnlineTraffic,
-        peak: OnlineTraffic,
-        coming: int,
-    ) -> Wish:
-        count = len(loads)
-        expected = strain(role, loads, now, count)
+    def _stage(self, role: Role, load: InstanceLoad, span: float) -> _Stage:
+        """Of instances like this one. `span`: seconds that what is remembered is of."""
+        seen = [traffic for _, _, traffic in self._past]
+        strictest = min(ttft for _, ttft, _ in self._past)
+        lots: Sequence[Lot] = () if role == "decode" else self._hindsight.lots(load)
+        tpot = min(traffic.tpot for traffic in seen)
+        prefilling = sum(lot.seconds for lot in lots) / span
+        now = OnlineTraffic(seen[-1].rate, seen[-1].prompt, seen[-1].output, tpot, prefilling)
+        peak = OnlineTraffic(
+            rate=max(traffic.rate for traffic in seen),
+            prompt=max(traffic.prompt for traffic in seen),
+            output=max(traffic.output for traffic in seen),
+            tpot=tpot,
+            prefilling=prefilling,
+        )
+        return _Stage(role, load, now, peak, lots, PATIENCE if strictest == inf else strictest)
+
+    def _wish(self, view: ClusterView, stage: _Stage, count: int, fleet: Fleet, whole: bool) -> Wish:
+        """Of a stage of `count` instances. `whole`: whether as much is remembered as a cut is judged by."""
+        coming = starting(fleet, stage.role)
+        most = max(count + coming, fleet.most)
+        expected, kept = stage.strain(stage.now, count), stage.kept(count)
+        if expected > self._target or kept < self._kept:
+            wanted = _smallest(partial(self._suffices, stage, stage.now, self._target), count + 1, most)
+            reason = f"{kept:.1%} of prompts in time" if kept < self._kept else f"strain {expected:.2f}"
+            return Wish(max(0, wanted - count - coming), f"{reason} on {count}")
+        completed, attained = self._hindsight.outcomes(self._sized(view.now, stage.role, count))
+        missed = completed >= LEAST_COMPLETED and attained < self._attained * completed
+        if missed and (expected > self._target / 2 or kept < 1.0):
+            return Wish(max(0, 1 - coming), f"{attained} of {completed} kept their targets")
+        if stage.role != "decode" and self._calm is not None and view.now - self._calm >= self._persists:
+            return Wish(max(0, 1 - coming), f"the queue has waited {urgency(view):.0%} of its TTFT")
         reason = f"strain {expected:.2f} on {count}"
-        wanted = count
-        most = count + coming + 64
-        while wanted < most and strain(role, loads, now, wanted) > self._target:
-            wanted += 1
-        missed = view.rates.attained < self._attained * view.rates.completions
-        if wanted == count and missed and expected > self._target / 2:
-            wanted, reason = count + 1, f"{view.rates.attained} of {view.rates.completions} kept their targets"
-        elif wanted == count and role != "decode" and urgency(view) > self._waited:
-            wanted, reason = count + 1, f"the queue has waited {urgency(view):.0%} of its TTFT"
-        if wanted > count:
-            return Wish(max(0, wanted - count - coming), reason)
-        if count > 1 and not view.queue and not coming and not missed:
-            less = strain(role, loads, peak, count - 1)
-            if less <= self._relaxed:
-                return Wish(-1, f"strain {less:.2f} on {count - 1}")
+        if coming or missed or not whole or urgency(view) > self._waited:
+            return Wish(0, reason)
+        plenty = partial(self._suffices, stage, stage.peak, self._relaxed)
+        if count > 1 and plenty(count - 1):
+            wanted = _smallest(plenty, 1, count - 1)
+            reason = f"strain {stage.strain(stage.peak, wanted):.2f} on {wanted}"
+            return Wish(wanted - count, f"{reason}, {stage.kept(wanted):.1%} of prompts in time")
         return Wish(0, reason)
 
+    def _suffices(self, stage: _Stage, traffic: OnlineTraffic, strain: float, count: int) -> bool:
+        return stage.strain(traffic, count) <= strain and stage.kept(count) >= self._kept
 
-def _stricter(traffic: OnlineTraffic, ttft: float, tpot: float) -> OnlineTraffic:
-    return OnlineTraffic(
-        traffic.rate,
-        traffic.prompt,
-        traffic.output,
-        min(traffic.ttft, ttft),
-        min(traffic.tpot, tpot),
-        traffic.backlog,
-    )
+    def _sized(self, now: float, role: Role, count: int) -> float:
+        """Since when a stage has its size."""
+        if self._sizes.get(role, (0, now))[0] != count:
+            self._sizes[role] = count, now
+        return self._sizes[role][1]
 
 
-def strain(role: Role, loads: Sequence[InstanceLoad], traffic: OnlineTraffic, count: int) -> float:
-    """Of the worst-off resource on `count` instances like the first of `loads`, and inf when they cannot keep up; 1 is
-    a target that is just kept."""
-    load = loads[0]
-    rate = traffic.rate / count
-    prefilling = prefill_seconds_alone(load, max(1, round(traffic.prompt))) if traffic.prompt else 0.0
-    busy = rate * _adds(load, traffic.prompt, prefilling) if role != "decode" else 0.0
+def _smallest(suffices: Callable[[int], bool], least: int, most: int) -> int:
+    """The smallest number of instances that suffices, `most` where none does. More of them are never worse."""
+    return bisect_left(range(least, most), True, key=suffices) + least if least < most else most
+
+
+def strain(role: Role, load: InstanceLoad, traffic: OnlineTraffic, count: int) -> float:
+    """Of the worst-off resource on `count` instances like this one, and inf when they cannot keep up; 1 is a target
+    that is just kept."""
+    busy = traffic.prefilling / count if role != "decode" else 0.0
     if busy >= 1:
         return inf
-    most = 0.0
-    if role != "decode":
-        # what waits now is worked off in the time that arrivals leave
-        drain = traffic.backlog * _token_seconds(load) / count
-        wait = (busy * prefilling / 2 + drain) / (1 - busy)
-        most = max(busy, (wait + prefilling) / traffic.ttft)
+    most = busy
     if role != "prefill":
-        batch, step = _decoding(load, traffic, rate, busy)
+        batch, step = _decoding(load, traffic, traffic.rate / count, busy)
         context = traffic.prompt + traffic.output / 2
         memory = batch * context / max(1, load.num_blocks * BLOCK_TOKENS)
         most = max(most, step / traffic.tpot, memory, batch / load.max_sequences)
     return most
-
-
-def _token_seconds(load: InstanceLoad) -> float:
-    """For each token of a step that is full of prompts."""
-    return prefill_seconds_alone(load, load.token_budget) / load.token_budget
-
-
-def _adds(load: InstanceLoad, prompt: float, prefilling: float) -> float:
-    """Seconds that a prompt adds to steps that run anyway: less than prefilling it by itself, when it is short."""
-    return max(prompt * _token_seconds(load), prefilling - prefill_seconds_alone(load, 1))
 
 
 def _decoding(load: InstanceLoad, traffic: OnlineTraffic, rate: float, busy: float) -> tuple[float, float]:
