@@ -240,6 +240,7 @@ def make_site(
     engine_client = EngineClient(registry, connect, placement, metrics, clock, told=True)
     if isinstance(placement, RemotePlacement):
         placement.engine_ended = engine_client.engine_ended
+        placement.troubled = engine_client.troubled
     frontend = Frontend(
         tokenizer,
         options.names,

@@ -297,7 +297,9 @@ class _EngineSeries:
             ["source"],
         )
         self.up = self._metric(Gauge, "instance_up", "1 while the instance serves, or sleeps")
-        self.lost = self._metric(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
+        self.lost = self._metric(
+            Counter, "instance_lost", "Lives of the instance that ended after it was ready, unless it was told to"
+        )
         self.step_tokens = _Histogram(
             PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
         )
@@ -541,6 +543,14 @@ class Metrics:
             how: (recoveries.labels(model_name, how), took.labels(model_name, how), predicted.labels(model_name, how))
             for how in ("recompute", "cache", "fetch", "remap")
         }
+        hedged = Counter(
+            PREFIX + "hedged_requests",
+            "Sequences that began again elsewhere while their engine stood still; overtaken: they went on there; "
+            "returned: the engine went on first",
+            ["model_name", "how"],
+            registry=self.registry,
+        )
+        self._hedged = {how: hedged.labels(model_name, how) for how in ("overtaken", "returned")}
         isolated = Counter(
             PREFIX + "isolated_requests",
             "Sequences that were in a step that broke an engine, and went on alone; refused: that broke another one so",
@@ -612,8 +622,16 @@ class Metrics:
     @_later
     def observe_loss(self, engine: str) -> None:
         """An engine that had been ready is lost; its load is reset."""
-        self._engines[engine].up.set(False)
         self._engines[engine].lost.inc()
+        self._ended(engine)
+
+    @_later
+    def observe_stop(self, engine: str) -> None:
+        """The same of one that was told to end."""
+        self._ended(engine)
+
+    def _ended(self, engine: str) -> None:
+        self._engines[engine].up.set(False)
         self._engines[engine].load = NO_STATS
 
     @_later
@@ -638,6 +656,11 @@ class Metrics:
         count.inc()
         took.observe(seconds)
         foretold.inc(seconds if predicted is None else predicted)
+
+    @_later
+    def observe_hedge(self, how: Literal["overtaken", "returned"]) -> None:
+        """A sequence was tried elsewhere while its engine stood still, and goes on at one of both."""
+        self._hedged[how].inc()
 
     @_later
     def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:

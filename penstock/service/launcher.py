@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
-LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
+LOOK_CLOSELY = 0.25  # seconds between two checks of their progress
 REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
 SILENT = 5.0  # seconds without an answer of the master, after which a host that joins says so
 RECONNECT = 50  # ms

@@ -27,6 +27,7 @@ from penstock.core.wire.engine import (
     Role,
     SetRole,
     Snapshot,
+    Stopped,
 )
 from penstock.core.wire.master import (
     Begun,
@@ -46,6 +47,7 @@ from penstock.core.wire.master import (
     Settled,
     StartInstance,
     StopInstance,
+    Troubles,
 )
 from penstock.kv.index import ClusterIndex
 from penstock.sched.cluster import (
@@ -78,7 +80,7 @@ from penstock.service.overview import instance_overview, stage_overview
 from penstock.service.policies import Policies
 from penstock.service.queue import RateWindow, Tracked, WaitQueue
 from penstock.service.recorder import Recorder
-from penstock.service.session import SUSPECT_AFTER, FleetLimits, InstanceSession, Roster, Scaler
+from penstock.service.session import FleetLimits, InstanceSession, Roster, Scaler
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
@@ -166,6 +168,11 @@ class Master:
                 self._roles.pop(name, None)
                 actions = self._stopped(name, why)
                 self.index.forget(name)
+            case Troubles(troubles=troubles):
+                for session in self._sessions.values():
+                    session.suspect(session.name in troubles)
+                actions = []
+                self._readmit(now)
             case None:
                 actions = self._by_the_clock(now)
         try:
@@ -236,6 +243,8 @@ class Master:
                     return self._join(now, name, event)
             case ChannelLost(message=message) | Failed(message=message):
                 return self._leave(name, message)
+            case Stopped() if session is not None and event.incarnation == session.peer.incarnation:
+                return self._leave(name, "it was stopped")
             case CacheDelta() if session is not None and event.incarnation == session.peer.incarnation:
                 if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
                     session.asked = now
@@ -314,7 +323,7 @@ class Master:
                 for request_id in request_ids:
                     self._begin(now, (name, request_id))
             case Settled():
-                self._settle((name, message.request_id), message)
+                self._settle(now, (name, message.request_id), message)
             case Ended(request_ids=request_ids, outcomes=outcomes, refused=refused):
                 told = {outcome.request_id: outcome for outcome in outcomes}
                 for request_id in request_ids:
@@ -351,7 +360,7 @@ class Master:
         before = self._in_flight.get(key)
         if before is not None and before.placed is not None and before.place.generation == place.generation:
             return [ToFrontend(frontend, before.placed)]  # asked twice, by a frontend that lost its connection
-        waiting = self._queue.get(key) or self._backlog.get(key) or self._unplaceable.get(key)
+        waiting = self._waiting(key)
         if waiting is not None and waiting.place.generation == place.generation:
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         known = before or waiting
@@ -360,7 +369,7 @@ class Master:
         sequence = Tracked(
             demand, place, now + place.patience if place.patience else -inf, known is not None and known.counted
         )
-        if self._able_for(demand, self._roster.able(now)):
+        if self._able_for(sequence, self._roster.able(now)):
             self._admit(now, key, sequence)
         elif place.patience > 0:
             self._unplaceable[key] = sequence
@@ -381,7 +390,7 @@ class Master:
         if not self._unplaceable:
             return
         able = self._roster.able(now)
-        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence.demand, able)]:
+        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence, able)]:
             sequence = self._unplaceable.pop(key)
             hits, loads = self._match(sequence.place)
             known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
@@ -553,12 +562,30 @@ class Master:
         fits = demand.tokens <= load.max_model_len and demand.prompt_tokens < load.free_blocks * BLOCK_TOKENS
         return fits and load.requests < load.max_sequences and session.name not in demand.exclude
 
-    def _settle(self, key: Key, settled: Settled) -> None:
+    def _settle(self, now: float, key: Key, settled: Settled) -> None:
         """It is said where a sequence is."""
         flight, session = self._in_flight.get(key), self._sessions.get(settled.instance)
-        if flight is not None and session is not None and flight.place.generation == settled.generation:
+        known = flight or self._waiting(key)
+        if known is None or session is None:
+            return
+        if settled.generation < known.place.generation:
+            self._take_back(now, key, known, settled.generation, session)
+        elif flight is not None and flight.place.generation == settled.generation:
             flight.moving = -inf
             self._rehouse(key, flight, session)
+
+    def _take_back(self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession) -> None:
+        """An earlier attempt goes on at an instance, and not the one that was asked for since."""
+        self._end(now, key)
+        demand = msgspec.structs.replace(known.demand, exclude=frozenset())
+        place = msgspec.structs.replace(known.place, generation=generation, keys=[], hedged=False)
+        flight = self._in_flight[key] = Tracked(demand, place, -inf, known.counted)
+        flight.prefiller = flight.home = session
+        session.house(demand)
+
+    def _waiting(self, key: Key) -> Tracked | None:
+        """One that has no place yet."""
+        return self._queue.get(key) or self._backlog.get(key) or self._unplaceable.get(key)
 
     def _rehouse(self, key: Key, flight: Tracked, session: InstanceSession) -> None:
         """It decodes there from now on."""
@@ -596,7 +623,7 @@ class Master:
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
             doubtful = queue.doubtful(shortest)
-            for key in [key for key in doubtful if not self._able_for(queue[key].demand, able)]:
+            for key in [key for key in doubtful if not self._able_for(queue[key], able)]:
                 sequence = queue.pop(key)
                 assert sequence is not None
                 self._unplaceable[key] = sequence
@@ -605,8 +632,11 @@ class Master:
             self._end(now, key)
         return actions
 
-    @staticmethod
-    def _able_for(demand: Demand, able: Sequence[InstanceSession]) -> bool:
+    def _able_for(self, sequence: Tracked, able: Sequence[InstanceSession]) -> bool:
+        demand = sequence.demand
+        if sequence.place.hedged:  # only where it takes no room that others need
+            taking = [session.role for session in able if self._takes(session, demand)]
+            return any(role != "decode" for role in taking) and any(role != "prefill" for role in taking)
         return any(s.ready.max_model_len >= demand.tokens and s.name not in demand.exclude for s in able)
 
     def _no_place(self, now: float, frontend: str, place: Place) -> Action:
@@ -683,7 +713,7 @@ class Master:
     def _state(self, now: float, session: InstanceSession | None) -> str:
         if session is None:
             return "absent"
-        if now - session.heard > SUSPECT_AFTER:
+        if session.silent(now):
             return "suspect"
         return "draining" if session.drains else "sleeping" if session.sleeps else "ready"
 

@@ -19,7 +19,7 @@ from penstock.service.answer_guard import AnswerGuard
 from penstock.service.process import begin
 from penstock.service.supervisor import STOP, ProcessKind, Program
 from penstock.service.warm import WarmPool
-from penstock.service.watch import Trouble, Watch, read_vitals
+from penstock.service.watch import Trouble, Vitals, Watch, is_stopped, read_vitals
 
 log = logging.getLogger("penstock.launcher")
 LAST_OUTPUT = 500  # characters
@@ -42,7 +42,7 @@ class Incarnation(Protocol):
         """Whether it can be reached; for programs with a socket."""
 
     def trouble(self, now: float) -> Trouble | None:
-        """Why it hangs, or may hang. Call it about twice a second."""
+        """Why it hangs, or may hang. Call it a few times a second."""
 
     def give_time(self, now: float) -> None:
         """This process did not run for a while, and the other perhaps did not either."""
@@ -134,7 +134,7 @@ class LocalProcess:
         self._watch = None
         if program.heartbeat is not None:
             forget(program.heartbeat)
-            self._watch = Watch(now, timeout, waits=program.needs is not None)
+            self._watch = Watch(now, timeout, waits=program.needs is not None, early=program.kind == "engine")
         self._guard = AnswerGuard() if program.kind == "frontend" else None
         self._process = warm or begin(
             program.command,
@@ -162,7 +162,9 @@ class LocalProcess:
         assert self._program.heartbeat is not None
         if self._watch.beats(now, read_heartbeat(self._program.heartbeat)):
             return None
-        return self._watch.trouble(now, read_vitals(self.pid))
+        if is_stopped(self.pid):
+            return self._watch.trouble(now, Vitals(stopped=True))
+        return None if self._watch.is_new(now) else self._watch.trouble(now, read_vitals(self.pid))
 
     def give_time(self, now: float) -> None:
         if self._watch is not None:

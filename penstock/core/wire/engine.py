@@ -445,8 +445,25 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     requests: list[str] = []
 
 
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """The engine ends now, as it was told to: it has not failed."""
+
+    incarnation: int
+
+
 Event = (
-    Ready | StepReport | Refused | Stayed | Fetched | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+    Ready
+    | StepReport
+    | Refused
+    | Stayed
+    | Fetched
+    | Slept
+    | Snapshot
+    | CacheDelta
+    | LinkFailed
+    | Inspection
+    | Failed
+    | Stopped
 )
 
 decode_command = decoder(Command).decode

@@ -70,7 +70,8 @@ class Place(msgspec.Struct, tag=True, frozen=True):
         ttft_ms, tpot_ms, offline: see `core.request.Request`.
         chat: the conversation that it belongs to; "" when that is not known.
         patience: seconds that it waits for an instance that could take it, when there is none.
-        interrupted: it ran before, on an instance that was lost.
+        interrupted: it ran before, on an instance that was lost or may hang.
+        hedged: it still runs there, on one that may hang: it gets a place only where there is room for it now.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     chat: str = ""
     patience: float = 0.0
     interrupted: bool = False
+    hedged: bool = False
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
@@ -96,7 +98,11 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 
 class Settled(msgspec.Struct, tag=True, frozen=True):
-    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was."""
+    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was.
+
+    Attributes:
+        generation: the attempt that goes on; what was asked for later ones is not wanted any more.
+    """
 
     request_id: str
     generation: int
@@ -319,6 +325,16 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         return next((leg.peer for leg in self.route if leg.stage == stage), None)
 
 
+class Troubles(msgspec.Struct, tag=True, frozen=True):
+    """What launchers say of their instances has changed.
+
+    Attributes:
+        troubles: all of it, as in `HostReport`.
+    """
+
+    troubles: dict[str, str]
+
+
 class NoPlace(msgspec.Struct, tag=True, frozen=True):
     """No instance can take it now."""
 
@@ -527,7 +543,7 @@ class Relocate(msgspec.Struct, tag=True, frozen=True):
 
 
 MasterMessage = Joined | Placed | NoPlace | Queued | Relocate | Members
-FromMaster = MasterMessage | Overview | History | EngineEnded
+FromMaster = MasterMessage | Overview | History | EngineEnded | Troubles
 
 decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(FromMaster).decode
