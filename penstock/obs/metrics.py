@@ -400,10 +400,12 @@ class _Fleet(Collector):
     Attributes:
         seconds: instance-seconds; None while no master has said.
         starts: path -> how many, and seconds together.
+        changes: "start", "stop", "move" or "restart" -> how many were decided on.
     """
 
     def __init__(self, model_name: str) -> None:
         self.seconds: float | None = None
+        self.changes: Mapping[str, int] = {}
         self.starts: Mapping[str, tuple[int, float]] = {}
         self._model_name = model_name
 
@@ -421,7 +423,14 @@ class _Fleet(Collector):
         for path, (count, seconds) in self.starts.items():
             starts.add_metric([self._model_name, path], count)
             took.add_metric([self._model_name, path], seconds)
-        return [cost, starts, took]
+        changes = CounterMetricFamily(
+            PREFIX + "instance_changes",
+            "Instances that were started, stopped or given another role to scale, or restarted as they were slow" + same,
+            labels=["model_name", "what"],
+        )
+        for what, count in self.changes.items():
+            changes.add_metric([self._model_name, what], count)
+        return [cost, starts, took, changes]
 
 
 class Metrics:
@@ -600,13 +609,16 @@ class Metrics:
         self._queue.set(waiting)
 
     @_later
-    def observe_fleet(self, instance_seconds: float, starts: Mapping[str, tuple[int, float]]) -> None:
-        """What the instances cost and how they started, as the master counts it.
+    def observe_fleet(
+        self, instance_seconds: float, starts: Mapping[str, tuple[int, float]], changes: Mapping[str, int]
+    ) -> None:
+        """What the instances cost, how they started and how they were changed, as the master counts it.
 
         Args:
             starts: path -> how many, and seconds together.
+            changes: kind -> how many.
         """
-        self._fleet.seconds, self._fleet.starts = instance_seconds, starts
+        self._fleet.seconds, self._fleet.starts, self._fleet.changes = instance_seconds, starts, changes
 
     @_later
     def observe_up(self, engine: str, up: bool) -> None:

@@ -616,7 +616,7 @@ class EngineClient:
         self._metrics.observe_queue(self._placement.waiting)
         if (fleet := self._placement.fleet) is not None:
             starts = {start.path: (start.count, start.seconds) for start in fleet.starts}
-            self._metrics.observe_fleet(fleet.instance_seconds, starts)
+            self._metrics.observe_fleet(fleet.instance_seconds, starts, fleet.changes)
         if self._causes.expire(now):
             self._rescue()
         for flight in list(self.flights.values()):

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from penstock.core.wire.engine import Command, Event
-from penstock.core.wire.master import FrontendMessage, MasterMessage, StartInstance, StopInstance, Troubles
+from penstock.core.wire.master import (
+    FrontendMessage,
+    MasterMessage,
+    RestartInstance,
+    StartInstance,
+    StopInstance,
+    Troubles,
+)
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 
 
@@ -39,4 +46,4 @@ class Notice:
 
 
 Happening = FromEngine | FromFrontend | InstanceJoined | InstanceLeft | Troubles
-Action = ToEngine | ToFrontend | StartInstance | StopInstance | Notice
+Action = ToEngine | ToFrontend | StartInstance | StopInstance | RestartInstance | Notice

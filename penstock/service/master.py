@@ -44,6 +44,7 @@ from penstock.core.wire.master import (
     Placed,
     Queued,
     Relocate,
+    RestartInstance,
     Settled,
     StartInstance,
     StopInstance,
@@ -57,8 +58,10 @@ from penstock.sched.cluster import (
     Later,
     Migration,
     Move,
+    Pace,
     Random,
     Resident,
+    SlowInstances,
     Start,
     Stop,
 )
@@ -85,6 +88,8 @@ from penstock.service.session import FleetLimits, InstanceSession, Roster, Scale
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
 SETTLES = 10.0  # seconds after which a hand-off counts as over although nothing was said of it
+LOOK = 0.5  # seconds between two looks for slow instances
+TELL_AGAIN = 6.0  # seconds until a launcher is told again to restart one; it stops within less
 SHOWN = 256  # offline sequences that policies see, of however many wait
 
 
@@ -96,6 +101,7 @@ class Master:
         incarnation: of this master.
         fleet: what scaling may do; None when nothing is ever started or stopped.
         recorder: gets every decision.
+        slow: says which instances are restarted because they are slow; None where none ever is.
 
     Attributes:
         joined: the answer to a frontend that registers.
@@ -112,6 +118,7 @@ class Master:
         *,
         fleet: FleetLimits | None = None,
         recorder: Recorder | None = None,
+        slow: SlowInstances | None = None,
     ) -> None:
         self.index = ClusterIndex()
         self.wake = inf
@@ -138,6 +145,8 @@ class Master:
         self._scaler: Scaler | None = None
         if policies.scaling is not None and fleet is not None:
             self._scaler = Scaler(policies.scaling, fleet)
+        self._slow, self._look_at = slow, -inf
+        self._restarting: dict[str, float] = {}  # instances -> when their launchers were told
 
     @property
     def waiting(self) -> int:
@@ -199,6 +208,9 @@ class Master:
         actions += self._evacuate(now)
         if self._scaler is not None and self._scaler.is_due(now):
             actions += self._scale(now, self._scaler)
+        if self._slow is not None and now >= self._look_at:
+            self._look_at = now + LOOK
+            actions += self._restart_slow(now, self._slow)
         return actions + self._retire(now)
 
     # --- instances
@@ -301,6 +313,7 @@ class Master:
         session = self._sessions.pop(name, None)
         if session is None:
             return []
+        self._restarting.pop(name, None)
         self.index.leave(name, session.ready.kv_pool)
         self._roster.sessions_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
@@ -691,9 +704,34 @@ class Master:
                     actions += self._drain(self._sessions[name], reason)
         return actions
 
+    def _restart_slow(self, now: float, slow: SlowInstances) -> list[Action]:
+        paces = [
+            Pace(s.name, s.peer.incarnation, s.role, s.snapshot.speed, s.snapshot.running > 0)
+            for s in self._sessions.values()
+            if s.snapshot is not None and not (s.leaving or s.silent(now))
+        ]
+        restart = slow.look(now, paces)
+        if restart is None:
+            return []
+        self._restarting[restart.name] = -inf
+        self._account.changed(restart)
+        if self._recorder is not None:
+            self._recorder.moved(now, restart)
+        return self._drain(self._sessions[restart.name], restart.reason)
+
     def _retire(self, now: float) -> list[Action]:
-        """Stop instances that have drained."""
-        return [StopInstance(s.name) for s in self._sessions.values() if s.draining and s.drained]
+        """Stop instances that have drained, or have them start again."""
+        actions: list[Action] = []
+        for session in self._sessions.values():
+            name = session.name
+            if not (session.draining and session.drained):
+                continue
+            if name not in self._restarting or self._endpoints[name].state == "leaving":
+                actions.append(StopInstance(name))
+            elif now - self._restarting[name] >= TELL_AGAIN:
+                self._restarting[name] = now
+                actions.append(RestartInstance(name))
+        return actions
 
     def _why_none(self, now: float, place: Place) -> str:
         states = self.states(now)
@@ -726,7 +764,12 @@ class Master:
         """How the deployment does; what was decided, the recorder knows."""
         rates = self._rates.rates(now)
         instances = [
-            instance_overview(endpoint, self._sessions.get(name), self._state(now, self._sessions.get(name)))
+            instance_overview(
+                endpoint,
+                self._sessions.get(name),
+                self._state(now, self._sessions.get(name)),
+                "" if self._slow is None else self._slow.verdicts.get(name, ""),
+            )
             for name, endpoint in self._endpoints.items()
         ]
         return Overview(

@@ -35,6 +35,7 @@ from penstock.core.wire.master import (
     Outcome,
     Overview,
     Place,
+    RestartInstance,
     Settled,
     StartInstance,
     StopInstance,
@@ -42,7 +43,7 @@ from penstock.core.wire.master import (
     Troubles,
     decode_to_master,
 )
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop, Verdict
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Restart, Start, Stop, Verdict
 from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -84,7 +85,7 @@ class Minutes:
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
         self._due.append(partial(self.recorder.held, now, demand, request_id, frontend, later))
 
-    def moved(self, now: float, move: Move | Start | Stop) -> None:
+    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None:
         self._due.append(partial(self.recorder.moved, now, move))
 
     def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:
@@ -171,6 +172,9 @@ class MasterPump:
                 case StopInstance(name):
                     assert self.fleet is not None, "nobody here stops instances"
                     self.fleet.stop(name)
+                case RestartInstance(name):
+                    assert self.fleet is not None, "nobody here restarts instances"
+                    self.fleet.restart(name)
         self._minutes.write()
         self._set_alarm()
 

@@ -247,7 +247,7 @@ class FleetTotals(msgspec.Struct, frozen=True):
     Attributes:
         instance_seconds: for which they held devices: from their start until they had stopped.
         instances: that do now.
-        changes: that a scaling policy made: how many of "start", "stop" and "move".
+        changes: how many of "start", "stop" and "move" a scaling policy made, and of "restart" for being slow.
     """
 
     instance_seconds: float = 0.0
@@ -361,7 +361,8 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
         held_tokens: whose KV is there or will be.
         used_blocks: of `num_blocks`; those that only the prefix cache keeps are not used.
         migrating, migration_queue: sequences that leave it, and that wait for blocks to come to it.
-        ttft_ms, tpot_ms, interval_ms: see `Snapshot`.
+        ttft_ms, tpot_ms, interval_ms, speed: see `Snapshot`.
+        slow: that it is, how much, and what is done about it; "" when it is not.
     """
 
     name: str
@@ -379,6 +380,8 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     interval_ms: float | None = None
+    speed: float | None = None
+    slow: str = ""
 
 
 class DecisionOverview(msgspec.Struct, frozen=True):
@@ -403,7 +406,7 @@ class MoveOverview(msgspec.Struct, frozen=True):
 
     Attributes:
         at: when, UTC.
-        what: "move", "start" or "stop"; the last has no role.
+        what: "move", "start", "stop" or "restart"; the last two have no role.
     """
 
     at: str
@@ -507,6 +510,12 @@ class StopInstance(msgspec.Struct, tag=True, frozen=True):
     name: str
 
 
+class RestartInstance(msgspec.Struct, tag=True, frozen=True):
+    """Stop the instance, which has no requests left, and start another incarnation of it."""
+
+    name: str
+
+
 class HostTaken(msgspec.Struct, tag=True, frozen=True):
     """The launcher's instances are part of this deployment: the answer to each of its reports.
 
@@ -525,7 +534,7 @@ class HostRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToLauncher = StartInstance | StopInstance | HostTaken | HostRefused
+ToLauncher = StartInstance | StopInstance | RestartInstance | HostTaken | HostRefused
 
 
 class Relocate(msgspec.Struct, tag=True, frozen=True):
