@@ -425,7 +425,7 @@ class _Fleet(Collector):
             took.add_metric([self._model_name, path], seconds)
         changes = CounterMetricFamily(
             PREFIX + "instance_changes",
-            "Instances that were started, stopped or given another role to scale, or restarted as they were slow" + same,
+            "Instances that were started, stopped or moved to a role to scale, or restarted for being slow" + same,
             labels=["model_name", "what"],
         )
         for what, count in self.changes.items():
