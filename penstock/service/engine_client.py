@@ -489,6 +489,8 @@ class EngineClient:
         """Begin again elsewhere what is at instances that may hang."""
         begun: Counter[str] = Counter()
         for flight in to_hedge(self.instances.values(), self.flights.values(), now):
+            if flight.id not in self.flights:
+                continue  # it has ended with another, which had no place
             name = flight.here.name
             begun[name] += 1
             if flight.unheard:

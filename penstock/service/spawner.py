@@ -131,7 +131,8 @@ class LocalProcess:
         self.endpoint = program.public or program.address or ""
         if program.socket is not None:
             program.socket.unlink(missing_ok=True)
-        self._watch = None
+        self._watch: Watch | None = None
+        self._trouble: Trouble | None = None
         if program.heartbeat is not None:
             forget(program.heartbeat)
             self._watch = Watch(now, timeout, waits=program.needs is not None, early=program.kind == "engine")
@@ -161,12 +162,15 @@ class LocalProcess:
             return None
         assert self._program.heartbeat is not None
         if self._watch.beats(now, read_heartbeat(self._program.heartbeat)):
-            return None
-        if is_stopped(self.pid):
-            return self._watch.trouble(now, Vitals(stopped=True))
-        return None if self._watch.is_new(now) else self._watch.trouble(now, read_vitals(self.pid))
+            self._trouble = None
+        elif is_stopped(self.pid):
+            self._trouble = self._watch.trouble(now, Vitals(stopped=True))
+        elif not self._watch.is_new(now):
+            self._trouble = self._watch.trouble(now, read_vitals(self.pid))
+        return self._trouble
 
     def give_time(self, now: float) -> None:
+        self._trouble = None
         if self._watch is not None:
             self._watch.restart(now)
 

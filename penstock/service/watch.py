@@ -12,7 +12,7 @@ MOVED = 0.1  # seconds of CPU that count as progress; threads that only poll use
 SUSPECT_AFTER = 3.0  # seconds without a sign of life after which a process is suspected; fewer with a short timeout
 SUSPECT_SHARE = 0.6  # of the heartbeat timeout
 STOPPED_AFTER = 0.4  # seconds after which one that a signal has stopped is suspected: it cannot be busy
-NEW = 0.5  # seconds for which a heartbeat says enough of a process that can run
+NEW = 0.5  # seconds for which what was seen of a process says enough: to look costs milliseconds
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
@@ -91,7 +91,7 @@ class Watch:
 
     def restart(self, now: float) -> None:
         """It gets new time: it has beaten, or whoever watches did not run either."""
-        self._at = self._new_at = now
+        self._at = now
         self._seen: Vitals | None = None
         self._quiet = self._still = self._stopped = 0.0  # seconds since the last sign of each kind
 
@@ -104,8 +104,8 @@ class Watch:
         return True
 
     def is_new(self, now: float) -> bool:
-        """Whether the last sign of life says enough, unless a signal has stopped it."""
-        return now - self._new_at < NEW
+        """Whether what was seen last says enough, unless a signal has stopped it."""
+        return now - self._at < NEW
 
     def trouble(self, now: float, vitals: Vitals) -> Trouble | None:
         """Why it hangs, or may hang. For checks without a new heartbeat."""
