@@ -85,7 +85,7 @@ class Offer:
         found = digests(_bytes(self.image.memory), self._closed)
         if found is not None:
             self.image.digests = found
-            self._known.set()
+        self._known.set()
 
     def close(self) -> None:
         """Nothing is given any more. An interpreter that ends while a thread of it works may abort its process."""
@@ -95,7 +95,7 @@ class Offer:
 
     def describe(self) -> Weights:
         """Raises EOFError."""
-        if not self._known.wait(DIGESTS):
+        if not self._known.wait(DIGESTS) or not self.image.digests:
             raise EOFError("their digests are not known yet")
         return Weights(
             weights=dict(self.image.weights),
