@@ -534,6 +534,7 @@ class EngineClient:
         """The attempt that stood still is lost: where it was asked for a place with room to spare, any will do."""
         if not flight.placed:
             flight.again()
+            flight.asked_first = self._clock.now()
             self._ask(flight)
 
     # --- which of them break engines

@@ -6,6 +6,7 @@ from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.core.wire.engine import Cancel, Enqueue, Refused
+from penstock.service.flight import PATIENCE
 from penstock.service.hedging import AGAIN, QUIET
 from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, one, run, submit, value
@@ -123,10 +124,12 @@ def test_the_rest_of_it_when_either_is_lost(tokenizer):
         generation, name = await begun(frontend, a)
         frontend.placement.prefill = None
         stand_still(frontend, clock, "a")
+        clock.advance(PATIENCE - 0.5)
         a.say(ChannelLost("killed"))
         await until(lambda: frontend.engine_client.instances["a"].lost)
         asked = frontend.placement.asked[-1]
         assert (asked.hedged, asked.interrupted, asked.generation) == (False, True, 2)
+        assert asked.patience == PATIENCE, "which counts from the loss"
         frontend.placement.prefill = [channel_peer(frontend, "b")]
         b.report(TokenOutput(name, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(generation)] == [[6]]
