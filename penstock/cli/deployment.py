@@ -282,5 +282,11 @@ TABLES = Tables(
             5.0,
             "seconds without a sign of life after which a process is killed and restarted",
         ),
+        Option(
+            "slow-after",
+            number(0, 86_400),
+            60.0,
+            "seconds of work after which a slow engine is drained and restarted; 0 for never",
+        ),
     ),
 )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.obs.logs import Format
     from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
+    from penstock.sched.cluster import SlowInstances
     from penstock.service.channel import EngineChannel
     from penstock.service.curve import Curve
     from penstock.service.frontend import Frontend
@@ -240,6 +241,7 @@ def make_site(
     engine_client = EngineClient(registry, connect, placement, metrics, clock, told=True)
     if isinstance(placement, RemotePlacement):
         placement.engine_ended = engine_client.engine_ended
+        placement.troubled = engine_client.troubled
     frontend = Frontend(
         tokenizer,
         options.names,
@@ -275,6 +277,7 @@ def make_master(
     name: str = "master",
     flight_recorder: str | None = None,
     fleet: FleetLimits | None = None,
+    slow: SlowInstances | None = None,
     curve: Curve | None = None,
 ) -> MasterPump:
     """A master with its own channels to the engines.
@@ -284,6 +287,7 @@ def make_master(
         name: its name at the engines; two masters of one name would receive each other's messages.
         flight_recorder: the file where it writes what it decides. Raises ConfigError when it cannot.
         fleet: what scaling may do.
+        slow: says which instances are restarted because they are slow; None where none ever is.
         curve: protects the links to the engines.
     """
     import time
@@ -299,7 +303,7 @@ def make_master(
         recorder = FlightRecorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
     minutes = Minutes(recorder)
-    master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=minutes)
+    master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=minutes, slow=slow)
     return MasterPump(master, registry, _connector(context, name, "master", clock, curve), clock, recording, minutes)
 
 

@@ -39,6 +39,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.garbage import collect_rarely
 from penstock.core.heartbeat import keep_beating
 from penstock.obs.logs import setup_logging
+from penstock.sched.cluster import SlowInstances
 from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.policies import BUNDLES, Circumstances
 from penstock.service.registry import LocalRegistry
@@ -122,11 +123,22 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     circumstances = Circumstances(**pace, priorities=priorities, live_roles=settings["live_roles"])
     policies = BUNDLES[settings["policy"]].make(circumstances)
     fleet = FleetLimits(**scaling) if scaling else None
+    after, least = settings["slow_after"], 1 if fleet is None else fleet.least
+    slow = SlowInstances(after, least) if after else None
     curve, seed, public = curve_of(settings), settings["seed"], settings["public"]
     name = "master" if registers else f"master {public}"  # engines tell two masters apart by it
     # by this clock a master that was stopped forgets no frontend for it
     pump = make_master(
-        context, registry, policies, seed, RunningClock(), name, flight_recorder=recording, fleet=fleet, curve=curve
+        context,
+        registry,
+        policies,
+        seed,
+        RunningClock(),
+        name,
+        flight_recorder=recording,
+        fleet=fleet,
+        slow=slow,
+        curve=curve,
     )
     pump.start()
     collect_rarely()

@@ -117,6 +117,8 @@ def screen(look: Look, before: Look | None) -> RenderableType:
     for role, rows in by_role.items():
         parts += ["", _pool(role, rows), _instances(rows)]
     parts += [f"[red]{_plain(name)}: {_plain(why)}[/red]" for name, why in frontend["troubles"].items()]
+    slow = [row for row in master["instances"] if row["slow"]]
+    parts += [f"[red]{_plain(row['name'])} is slow: {_plain(row['slow'])}[/red]" for row in slow]
     parts += scaling_lines(master)
     parts += ["", _decisions(master["decisions"])]
     if master["moves"]:

@@ -44,6 +44,7 @@ from penstock.core.wire.engine import (
     Slept,
     Snapshot,
     StepReport,
+    Stopped,
     UnlinkPeer,
     WakeUp,
     decode_command,
@@ -198,6 +199,8 @@ class EngineServer:
                 if orphaned():
                     log.info("the parent process has ended")
                     return
+        for client in self._clients:
+            self._send(client, Stopped(self._incarnation))
 
     def fail(self, message: str, *, broken: bool) -> None:
         """Tell all clients that this engine is about to end.

@@ -73,19 +73,29 @@ class Offer:
     def __init__(self, image: Image, device: DeviceModel | None) -> None:
         self.key, self.fd, self.start, self.image = image.key, image.fd, image.start, image
         self.device = device
-        self._known = threading.Event()
+        self._known, self._closed = threading.Event(), threading.Event()
+        self._learning: threading.Thread | None = None
         if image.digests:
             self._known.set()
         else:
-            threading.Thread(target=self._learn, name="weight-digests", daemon=True).start()
+            self._learning = threading.Thread(target=self._learn, name="weight-digests", daemon=True)
+            self._learning.start()
 
     def _learn(self) -> None:
-        self.image.digests = digests(_bytes(self.image.memory))
+        found = digests(_bytes(self.image.memory), self._closed)
+        if found is not None:
+            self.image.digests = found
         self._known.set()
+
+    def close(self) -> None:
+        """Nothing is given any more. An interpreter that ends while a thread of it works may abort its process."""
+        self._closed.set()
+        if self._learning is not None:
+            self._learning.join()
 
     def describe(self) -> Weights:
         """Raises EOFError."""
-        if not self._known.wait(DIGESTS):
+        if not self._known.wait(DIGESTS) or not self.image.digests:
             raise EOFError("their digests are not known yet")
         return Weights(
             weights=dict(self.image.weights),
@@ -161,6 +171,8 @@ class WeightManager:
 
     def give(self, image: Image | None) -> None:
         """What is given from now on; None is nothing."""
+        if self._offer is not None:
+            self._offer.close()
         self._offer = None if image is None else Offer(image, self.device)
         if self._server is not None:
             self._server.given = self._offer
@@ -179,9 +191,9 @@ class WeightManager:
         return next((address for address in self._server.addresses if address.startswith("tcp:")), "")
 
     def close(self) -> None:
-        self._offer = None
         if self._server is not None:
             self._server.close()
+        self.give(None)
 
 
 def _image(key: str, weights: Weights, fd: int, start: int, giver: str) -> Image:

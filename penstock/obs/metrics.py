@@ -297,7 +297,9 @@ class _EngineSeries:
             ["source"],
         )
         self.up = self._metric(Gauge, "instance_up", "1 while the instance serves, or sleeps")
-        self.lost = self._metric(Counter, "instance_lost", "Lives of the instance that ended after it was ready")
+        self.lost = self._metric(
+            Counter, "instance_lost", "Lives of the instance that ended after it was ready, unless it was told to"
+        )
         self.step_tokens = _Histogram(
             PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
         )
@@ -398,10 +400,12 @@ class _Fleet(Collector):
     Attributes:
         seconds: instance-seconds; None while no master has said.
         starts: path -> how many, and seconds together.
+        changes: "start", "stop", "move" or "restart" -> how many were decided on.
     """
 
     def __init__(self, model_name: str) -> None:
         self.seconds: float | None = None
+        self.changes: Mapping[str, int] = {}
         self.starts: Mapping[str, tuple[int, float]] = {}
         self._model_name = model_name
 
@@ -419,7 +423,14 @@ class _Fleet(Collector):
         for path, (count, seconds) in self.starts.items():
             starts.add_metric([self._model_name, path], count)
             took.add_metric([self._model_name, path], seconds)
-        return [cost, starts, took]
+        changes = CounterMetricFamily(
+            PREFIX + "instance_changes",
+            "Instances that were started, stopped or moved to a role to scale, or restarted for being slow" + same,
+            labels=["model_name", "what"],
+        )
+        for what, count in self.changes.items():
+            changes.add_metric([self._model_name, what], count)
+        return [cost, starts, took, changes]
 
 
 class Metrics:
@@ -541,6 +552,14 @@ class Metrics:
             how: (recoveries.labels(model_name, how), took.labels(model_name, how), predicted.labels(model_name, how))
             for how in ("recompute", "cache", "fetch", "remap")
         }
+        hedged = Counter(
+            PREFIX + "hedged_requests",
+            "Sequences that began again elsewhere while their engine stood still; overtaken: they went on there; "
+            "returned: the engine went on first",
+            ["model_name", "how"],
+            registry=self.registry,
+        )
+        self._hedged = {how: hedged.labels(model_name, how) for how in ("overtaken", "returned")}
         isolated = Counter(
             PREFIX + "isolated_requests",
             "Sequences that were in a step that broke an engine, and went on alone; refused: that broke another one so",
@@ -590,13 +609,16 @@ class Metrics:
         self._queue.set(waiting)
 
     @_later
-    def observe_fleet(self, instance_seconds: float, starts: Mapping[str, tuple[int, float]]) -> None:
-        """What the instances cost and how they started, as the master counts it.
+    def observe_fleet(
+        self, instance_seconds: float, starts: Mapping[str, tuple[int, float]], changes: Mapping[str, int]
+    ) -> None:
+        """What the instances cost, how they started and how they were changed, as the master counts it.
 
         Args:
             starts: path -> how many, and seconds together.
+            changes: kind -> how many.
         """
-        self._fleet.seconds, self._fleet.starts = instance_seconds, starts
+        self._fleet.seconds, self._fleet.starts, self._fleet.changes = instance_seconds, starts, changes
 
     @_later
     def observe_up(self, engine: str, up: bool) -> None:
@@ -612,8 +634,16 @@ class Metrics:
     @_later
     def observe_loss(self, engine: str) -> None:
         """An engine that had been ready is lost; its load is reset."""
-        self._engines[engine].up.set(False)
         self._engines[engine].lost.inc()
+        self._ended(engine)
+
+    @_later
+    def observe_stop(self, engine: str) -> None:
+        """The same of one that was told to end."""
+        self._ended(engine)
+
+    def _ended(self, engine: str) -> None:
+        self._engines[engine].up.set(False)
         self._engines[engine].load = NO_STATS
 
     @_later
@@ -638,6 +668,11 @@ class Metrics:
         count.inc()
         took.observe(seconds)
         foretold.inc(seconds if predicted is None else predicted)
+
+    @_later
+    def observe_hedge(self, how: Literal["overtaken", "returned"]) -> None:
+        """A sequence was tried elsewhere while its engine stood still, and goes on at one of both."""
+        self._hedged[how].inc()
 
     @_later
     def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:

@@ -36,6 +36,7 @@ SPREAD_AFTER, SPREAD_MEMORY = (
     32,
     0.98,
 )  # steps that do not count, as they teach; what is left of one after the next
+PACED, PACED_AFTER = 64, 16  # steps whose time is the speed, and at least
 SETTLED_STEPS, SETTLED_GAP = 64, 0.1  # steps and their mean gap from which on there is little left to learn
 NAMES = (
     "overhead",
@@ -77,6 +78,7 @@ class FactorLearner:
         self._learned: list[int] = []  # places of factors that a step depended on; A has nothing beside these
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._mean_gap: float | None = None  # exponentially weighted, of its size; None before there was one
+        self._paces: deque[tuple[float, float]] = deque(maxlen=PACED)  # of steps, ms without factors, and as measured
         self._accidents = 0  # in a row
         self._late = 0.0  # mean square of gaps above 0, at most 1 each, and of others 0; exponentially weighted
         self._warming = WARM_UP
@@ -103,6 +105,14 @@ class FactorLearner:
         return sqrt(2 * self._late)
 
     @property
+    def speed(self) -> float | None:
+        """Of the last steps that it was shown by `pace`, as a share of that without factors; None before there are
+        enough."""
+        if len(self._paces) < PACED_AFTER:
+            return None
+        return sum([ms for ms, _ in self._paces]) / sum([measured for _, measured in self._paces])
+
+    @property
     def settled(self) -> bool:
         """Whether there is little left to learn: it may be shown steps less often until that changes."""
         return len(self._gaps) >= SETTLED_STEPS and self._mean_gap is not None and self._mean_gap < SETTLED_GAP
@@ -110,6 +120,19 @@ class FactorLearner:
     def changed(self) -> None:
         """Something was loaded, compiled or captured: ignore the next WARM_UP steps."""
         self._warming = WARM_UP
+
+    def pace(
+        self,
+        prefills: Sequence[tuple[int, int]],
+        decodes: int,
+        kv_tokens: int,
+        logit_rows: int | None,
+        measured_ms: float,
+    ) -> None:
+        """How long a step took. Arguments as of `observe`. Every so many steps one is shown, whatever time it took: of
+        those that run at some moment, as `observe` sees them, long ones would be too many."""
+        if not self._warming and isfinite(measured_ms) and measured_ms > 0:
+            self._paces.append((self._times.step_ms(prefills, decodes, kv_tokens, logit_rows), measured_ms))
 
     def observe(
         self,

@@ -16,7 +16,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import BreaksEngines, EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.heartbeat import step_limit
 from penstock.core.memory import Part
-from penstock.core.request import TokenOutput
+from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
     Enqueue,
@@ -32,6 +32,7 @@ from penstock.core.wire.engine import (
     Slept,
     Stayed,
     StepReport,
+    Stopped,
     WakeUp,
 )
 from penstock.core.wire.master import (
@@ -53,7 +54,9 @@ from penstock.service.channel import Channels, EngineChannel
 from penstock.service.fallback import least_loaded
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight, peers_of
 from penstock.service.generation import Generation
-from penstock.service.instances import Change, ChannelLost, InstanceJoined
+from penstock.service.hedging import AGAIN as HEDGE_AGAIN
+from penstock.service.hedging import to_hedge
+from penstock.service.instances import Change, ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.isolation import CAUSE, PROBATION, Causes, Life, judge, life_of
 from penstock.service.placement import NOBODY, Answer, Placement
 from penstock.service.registry import Registry
@@ -275,6 +278,8 @@ class EngineClient:
             if flight is not None:
                 self._forget(flight)
                 self._cancel(flight, flight.peers)
+                if flight.held_at is not None:
+                    self._let_go(flight)
 
     def _forget(self, flight: Flight[Generation], outcome: Outcome | None = None) -> None:
         sequence_id, now = flight.id, self._clock.now()
@@ -323,7 +328,7 @@ class EngineClient:
         for name, instance in self.instances.items():
             loads[name] = max(loads[name], instance.load)
         serving = [i.ready for i in self.instances.values() if i.ready is not None and i.well(now)]
-        return least_loaded(place, serving, loads)
+        return None if place.hedged else least_loaded(place, serving, loads)
 
     def _answered(self, answer: Answer) -> None:
         flight = self.flights.get(answer.request_id)
@@ -384,13 +389,17 @@ class EngineClient:
         serving = {instance.name for instance in self.instances.values() if instance.serves(now)}
         for flight in list(self.flights.values()):
             able = serving.difference(flight.failed_at)
-            if not flight.placed and able and able.issubset(flight.avoid):
+            if not flight.placed and flight.held_at is None and able and able.issubset(flight.avoid):
                 flight.avoid.clear()
                 flight.again()
                 self._ask(flight)
 
     def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
-        """No instance can take it: end it with an error."""
+        """No instance can take it: end it with an error, unless it still is at one that may hang."""
+        if flight.held_at is not None:
+            flight.hedge_at = self._clock.now() + HEDGE_AGAIN
+            self._take_back(flight)
+            return
         if why := flight.interrupted:
             error = EngineFailure(f"{why}, and no instance could continue it, {AGAIN}")
         flight.owner.fail(error)
@@ -426,6 +435,9 @@ class EngineClient:
         if self._causes.awaited(flight.places):
             return
         now = self._clock.now()
+        if flight.held_at is not None:
+            self._take_back(flight)
+            return
         self._cancel(flight, flight.peers)
         if flight.launches >= ATTEMPTS:
             why = f"{flight.interrupted}, one of {flight.launches} failed attempts"
@@ -440,10 +452,14 @@ class EngineClient:
             flight.avoid.append(flight.broke[-1])  # which may be to blame itself
         flight.again()
         flight.asked_first = now
-        root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
-        if root is not None:  # whatever the policy looks at: what it had may be brought from elsewhere
-            flight.add_keys(root)
+        self._add_keys(flight)
         self._ask(flight)
+
+    def _add_keys(self, flight: Flight[Generation]) -> None:
+        """Whatever the policy looks at: what it had may be brought from elsewhere."""
+        root = next((i.said.root_key for i in self.instances.values() if i.said is not None), None)
+        if root is not None:
+            flight.add_keys(root)
 
     def _unlike(self, flight: Flight[Generation]) -> list[str]:
         """Instances with another checkpoint than those that it ran at: it goes on there only where no others serve."""
@@ -460,6 +476,66 @@ class EngineClient:
         known = len(flight.request.prompt) + output.start
         brought = f" or came from {went.source}" if went.source else ""
         log.info(text, flight.id, flight.route, output.start, output.cached_tokens, known, brought, went.took_ms)
+
+    # --- beside attempts that stand still
+
+    def troubled(self) -> None:
+        """What launchers say of instances has changed."""
+        for instance in self.instances.values():
+            instance.suspicion = self._placement.troubles.get(instance.name, "")
+        self._hedge(self._clock.now())
+
+    def _hedge(self, now: float) -> None:
+        """Begin again elsewhere what is at instances that may hang."""
+        begun: Counter[str] = Counter()
+        for flight in to_hedge(self.instances.values(), self.flights.values(), now):
+            if flight.id not in self.flights:
+                continue  # it has ended with another, which had no place
+            name = flight.here.name
+            begun[name] += 1
+            if flight.unheard:
+                flight.leave(f"{name} may hang: {self.instances[name].suspicion}", now)
+                self._go_on(flight)
+            else:
+                flight.avoid = self._unlike(flight)
+                flight.hedge(now)
+                flight.asked_first = now
+                self._add_keys(flight)
+                self._ask(flight)
+        for name, count in begun.items():
+            text = "%s may hang (%s): %d sequences begin again elsewhere as well"
+            log.warning(text, name, self.instances[name].suspicion, count)
+
+    def _take_back(self, flight: Flight[Generation]) -> None:
+        """The attempt that stood still goes on, and the other one is over."""
+        self._cancel(flight, flight.peers)
+        flight.take_back()
+        flight.avoid.clear()
+        self._settle(flight)
+        if flight.heard:
+            self._placement.begun([flight.id])
+
+    def _let_go(self, flight: Flight[Generation]) -> None:
+        """The attempt that stood still is over; its engine learns of that when it goes on."""
+        peer, attempt = flight.let_go()
+        if peer.name in self.instances and self.instances[peer.name].is_current(peer.incarnation):
+            self._channels.send(peer.name, Cancel(peer.incarnation, [flight.id], attempt))
+
+    def _came_back(self, flight: Flight[Generation], output: TokenOutput) -> None:
+        """Something came of the attempt that stood still, before anything came of the other."""
+        if output.finish is FinishReason.ABORT:
+            flight.let_go()  # its engine has dropped it
+            self._ask_again(flight)
+        else:
+            self._take_back(flight)
+            self._metrics.observe_hedge("returned")
+
+    def _ask_again(self, flight: Flight[Generation]) -> None:
+        """The attempt that stood still is lost: where it was asked for a place with room to spare, any will do."""
+        if not flight.placed:
+            flight.again()
+            flight.asked_first = self._clock.now()
+            self._ask(flight)
 
     # --- which of them break engines
 
@@ -512,8 +588,10 @@ class EngineClient:
         """An instance joins, changes or leaves; what runs on one that leaves continues elsewhere."""
         name = change.name
         if self._channels.follow(change) and name in self.instances:
-            why = "it was stopped" if isinstance(change, InstanceJoined) else change.why
-            self.instance_lost(name, why)
+            if isinstance(change, InstanceJoined) and not change.endpoint.runs:
+                self.instance_stopped(name)
+            else:
+                self.instance_lost(name, change.why if isinstance(change, InstanceLeft) else "it is elsewhere now")
         if not isinstance(change, InstanceJoined) or not change.endpoint.runs:
             self.instances.pop(name, None)
             self._metrics.forget_engine(name)
@@ -541,15 +619,15 @@ class EngineClient:
         self._metrics.observe_queue(self._placement.waiting)
         if (fleet := self._placement.fleet) is not None:
             starts = {start.path: (start.count, start.seconds) for start in fleet.starts}
-            self._metrics.observe_fleet(fleet.instance_seconds, starts)
+            self._metrics.observe_fleet(fleet.instance_seconds, starts, fleet.changes)
         if self._causes.expire(now):
             self._rescue()
         for flight in list(self.flights.values()):
             flight.tick(now)
         if stranded := self._rescue():
             log.warning("nothing came any more of what an engine had left unfinished: %s", _interrupted(stranded))
+        self.troubled()
         for instance in self.instances.values():
-            instance.suspicion = self._placement.troubles.get(instance.name, "")
             if instance.ready is not None and instance.stuck(now):
                 trouble = instance.trouble(now)
                 if stranded := self._lose(instance.ready.peer, trouble):
@@ -586,6 +664,8 @@ class EngineClient:
                 if instance.ready is not None:
                     self._learn(life_of(instance.ready.peer), requests)
                 self.instance_lost(instance.name, message)
+            case Stopped() if instance.is_current(event.incarnation):
+                self.instance_stopped(instance.name)
             case ChannelLost(message=message):
                 self._wait_for_cause(instance)
                 self.instance_lost(instance.name, message)
@@ -623,8 +703,9 @@ class EngineClient:
     def instance_lost(self, name: str, reason: str) -> None:
         """An engine was lost: its requests continue elsewhere, unless another engine owns them by now."""
         instance = self.instances[name]
-        instance.lost = instance.lost or reason
         ready, instance.ready = instance.ready, None
+        if ready is not None or instance.said is None:  # else it was stopped before
+            instance.lost = instance.lost or reason
         if ready is not None:
             self._sleeps.lost(name, reason)
             self._metrics.observe_loss(name)
@@ -632,13 +713,27 @@ class EngineClient:
             log.warning("%s was lost (%s): %s", name, reason, _interrupted(stranded))
         self.changed.set()
 
+    def instance_stopped(self, name: str) -> None:
+        """An engine has ended as it was told to: what it still had continues elsewhere, and nothing is lost."""
+        instance = self.instances[name]
+        ready, instance.ready = instance.ready, None
+        if ready is not None:
+            self._sleeps.lost(name, "it was stopped")
+            self._metrics.observe_stop(name)
+            stranded = self._lose(ready.peer, "it was stopped")
+            log.info("%s was stopped: %s", name, _interrupted(stranded))
+        self.changed.set()
+
     def _lose(self, life: Peer, reason: str) -> int:
         """How many requests it interrupts."""
         now = self._clock.now()
-        for flight in self.flights.values():
+        for flight in list(self.flights.values()):
             for peer in flight.peers:
-                if (peer.name, peer.incarnation) == (life.name, life.incarnation):
+                if life_of(peer) == life_of(life):
                     flight.lose(peer, reason, now)
+            if flight.held_at is not None and life_of(flight.held_at) == life_of(life):
+                flight.let_go()
+                self._ask_again(flight)
         stranded = {id(flight.owner) for flight in self.flights.values() if flight.stranded}
         self._rescue()
         return len(stranded)
@@ -673,7 +768,9 @@ class EngineClient:
             flight = self.flights.get(output.request_id)
             if flight is None:
                 continue
-            if output.generation < flight.attempt and output.finish is None:  # so was one that is over
+            if flight.is_held(name, report.incarnation, output.generation):
+                self._came_back(flight, output)
+            elif output.generation < flight.attempt and output.finish is None:  # so was one that is over
                 self._channels.send(name, Cancel(report.incarnation, [output.request_id], output.generation))
             self._receive(flight, name, report.incarnation, output)
 
@@ -688,6 +785,9 @@ class EngineClient:
                 self._settle(flight)
             if flight.heard and not heard:
                 self._placement.begun([output.request_id])
+                if flight.held_at is not None:
+                    self._let_go(flight)
+                    self._metrics.observe_hedge("overtaken")
                 if flight.interrupted:
                     self._resumed(flight, output)
             if flight.first is not None and first is None:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from penstock.core.wire.engine import Command, Event
-from penstock.core.wire.master import FrontendMessage, MasterMessage, StartInstance, StopInstance
+from penstock.core.wire.master import (
+    FrontendMessage,
+    MasterMessage,
+    RestartInstance,
+    StartInstance,
+    StopInstance,
+    Troubles,
+)
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 
 
@@ -38,5 +45,5 @@ class Notice:
     text: str
 
 
-Happening = FromEngine | FromFrontend | InstanceJoined | InstanceLeft
-Action = ToEngine | ToFrontend | StartInstance | StopInstance | Notice
+Happening = FromEngine | FromFrontend | InstanceJoined | InstanceLeft | Troubles
+Action = ToEngine | ToFrontend | StartInstance | StopInstance | RestartInstance | Notice

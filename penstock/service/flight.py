@@ -41,6 +41,23 @@ class _Stay:
     since: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An attempt at an instance that may hang, while another one is made elsewhere; fields as those of its flight."""
+
+    stay: _Stay
+    attempt: int
+    launches: int
+    heard: int
+    legs: list[Leg]
+    names: list[str]
+    placed: Placed
+    placed_at: float
+    brought: int
+    interrupted: str
+    since: float
+
+
 class Flight(Generic[Owner]):
     """Tokens come from the instance that has it, and after a hand-off from the next one; both may send at once, and in
     either order. They are passed on in order and without duplicates. There is one hand-off at a time: it is open until
@@ -48,6 +65,9 @@ class Flight(Generic[Owner]):
 
     When no instance has the sequence, or its owner is unknown, it is `stranded`: it is sent elsewhere and continues
     after the tokens passed on so far. Noise is a function of seed and position, so the same tokens follow.
+
+    While its instance may hang, another attempt can be made beside the one there (a hedged request). It goes on with
+    the one that brings something first, and what comes of the other is dropped.
 
     Args:
         owner: receives its outputs.
@@ -80,6 +100,7 @@ class Flight(Generic[Owner]):
         recoveries: how it went on after each loss.
         predicted_ttft: when its first token was predicted, in seconds from its arrival.
         deadline: when `tick` gives up waiting; None when nothing is awaited.
+        hedge_at: when another attempt may be made beside one that stands still: not before.
     """
 
     def __init__(self, owner: Owner, request: Request, arrival: float = 0.0, chat: str = "", index: int = 0) -> None:
@@ -117,6 +138,9 @@ class Flight(Generic[Owner]):
         self._lost: list[Peer] = []
         self._early: dict[int, TokenOutput] = {}  # by their place; what is before them has not come
         self.deadline: float | None = None
+        self.hedge_at = -inf
+        self._held: _Held | None = None
+        self._newest = 0  # attempt; what was taken back has had a later number
 
     @property
     def id(self) -> str:
@@ -158,6 +182,11 @@ class Flight(Generic[Owner]):
         return [peer for peer in self.places if peer not in self._lost]
 
     @property
+    def held_at(self) -> Peer | None:
+        """The instance that may hang, whose attempt may still be the first; None without one."""
+        return None if self._held is None else self._held.stay.peer
+
+    @property
     def route(self) -> str:
         """Where it runs and ran, for the log: "p0>d0"."""
         return ">".join(self._names)
@@ -180,13 +209,14 @@ class Flight(Generic[Owner]):
             request.priority,
             self.attempt,
             self.waited(now),
-            [*self.failed_at, *self.avoid],
+            [*self.failed_at, *self.avoid, *([self._held.stay.peer.name] if self._held is not None else [])],
             request.ttft_ms,
             request.tpot_ms,
             request.offline,
             self.chat,
             patience,
             bool(self.interrupted),
+            self._held is not None,
         )
 
     def waited(self, now: float) -> float:
@@ -260,10 +290,76 @@ class Flight(Generic[Owner]):
 
     def again(self) -> None:
         """It needs another placement. Messages of the earlier attempt are ignored from now on."""
-        self.attempt += 1
+        self.attempt = self._newest = max(self._newest, self.attempt) + 1
+        self._leave_all()
+
+    def _leave_all(self) -> None:
         self.heard, self.handed_over, self.stranded = 0, False, False
         self._stays, self._names = [], []
         self._lost, self._early, self.deadline = [], {}, None
+
+    # --- beside an attempt that stands still
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it is being handed over, and nothing came of this attempt: it can begin again at no loss."""
+        return len(self._stays) > 1 and not (self.heard or self.stranded or self._held)
+
+    def leave(self, why: str, now: float) -> None:
+        """It is stranded: its instance may hang, and has brought nothing."""
+        assert self.unheard, "something came of it"
+        at = self.here.name
+        self._strand(why, now)
+        self.suspect = at
+
+    def can_hedge(self, now: float) -> bool:
+        """Whether another attempt can be made beside this one: this one is at one instance, and was not held before."""
+        alone = len(self._stays) == 1 and self._held is None
+        return alone and now >= self.hedge_at and not (self.stranded or self._early or self._lost)
+
+    def hedge(self, now: float) -> None:
+        """Its instance may hang: make another attempt, which needs a place, beside the one there."""
+        assert self.can_hedge(now), "an attempt is where it cannot be left"
+        self._held = _Held(
+            self._stays[0],
+            self.attempt,
+            self.launches,
+            self.heard,
+            self.legs,
+            self._names,
+            self._placed,
+            self._placed_at,
+            self._brought,
+            self.interrupted,
+            self._since,
+        )
+        self.interrupted, self._since = f"{self.here.name} may hang", now
+        self.again()
+
+    def is_held(self, name: str, incarnation: int, generation: int) -> bool:
+        """Whether an output is of the attempt that stood still."""
+        held = self._held
+        if held is None or generation != held.attempt:
+            return False
+        return (name, incarnation) == (held.stay.peer.name, held.stay.peer.incarnation)
+
+    def take_back(self) -> None:
+        """The attempt that stood still goes on, and the other one is over."""
+        held, self._held = self._held, None
+        assert held is not None, "no attempt was held"
+        self._leave_all()
+        self.attempt, self.launches, self.heard, self.legs = held.attempt, held.launches, held.heard, held.legs
+        self._stays, self._names = [held.stay], held.names
+        self._placed, self._placed_at, self._brought = held.placed, held.placed_at, held.brought
+        self.interrupted, self._since = held.interrupted, held.since
+
+    def let_go(self) -> tuple[Peer, int]:
+        """The attempt that stood still is over; returns where it was, and its number."""
+        held, self._held = self._held, None
+        assert held is not None, "no attempt was held"
+        return held.stay.peer, held.attempt
+
+    # --- hand-offs
 
     def move(self, peer: Peer) -> Peer | None:
         """It is to go on at `peer`. Returns who is to hand it over, or to keep it; None when this cannot be now."""

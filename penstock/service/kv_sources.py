@@ -15,7 +15,7 @@ from penstock.sched.cluster import Demand
 from penstock.sched.cluster.base import Way
 from penstock.sched.cluster.reuse import Holder, cheapest
 from penstock.service.mesh import may_fetch
-from penstock.service.session import SUSPECT_AFTER, InstanceSession, Roster
+from penstock.service.session import InstanceSession, Roster
 
 COMPARED = 64  # instances to which what an interrupted sequence had may be brought: those that are idle first
 
@@ -67,7 +67,7 @@ class KVSources:
         """Those that it could fetch from, but for those that may have failed."""
         for name, blocks in devices.items():
             other = self._sessions.get(name)
-            if other is not None and now - other.heard <= SUSPECT_AFTER and may_fetch(session, other):
+            if other is not None and not other.silent(now) and may_fetch(session, other):
                 yield Holder(name, blocks * BLOCK_TOKENS)
 
     def _left(self, session: InstanceSession, keys: Sequence[bytes]) -> Iterator[Holder]:

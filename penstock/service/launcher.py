@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.launcher")
 LOOK = 0.05  # seconds between two looks at the processes
-LOOK_CLOSELY = 0.5  # seconds between two checks of their progress
+LOOK_CLOSELY = 0.25  # seconds between two checks of their progress
 REPEAT = 1.0  # seconds between two reports: a restarted master knows nothing
 SILENT = 5.0  # seconds without an answer of the master, after which a host that joins says so
 RECONNECT = 50  # ms
@@ -321,7 +321,7 @@ class Launcher:
 
     def _follow_master(self, master: str, now: float) -> None:
         """Register the instances, and start and stop those that the master wants."""
-        from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance
+        from penstock.core.wire.master import HostRefused, HostTaken, RestartInstance, StartInstance, StopInstance
 
         self._heard = now if self._heard is None else self._heard
         for said in self._wire.read(master):
@@ -335,6 +335,8 @@ class Launcher:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
                     self._supervisor.retire(name, now)
+                case RestartInstance(name=name) if name in self._programs:
+                    self._supervisor.retire(name, now, again=True)
                 case HostRefused(message=message):
                     self._be_refused(message, now)
         if self._supervisor.stopping:

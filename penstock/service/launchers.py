@@ -10,7 +10,15 @@ from zlib import crc32
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.engine import LEASE, Role
-from penstock.core.wire.master import HostRefused, HostReport, HostTaken, StartInstance, StopInstance, ToLauncher
+from penstock.core.wire.master import (
+    HostRefused,
+    HostReport,
+    HostTaken,
+    RestartInstance,
+    StartInstance,
+    StopInstance,
+    ToLauncher,
+)
 from penstock.service.registry import LocalRegistry
 
 log = logging.getLogger("penstock.master")
@@ -25,6 +33,9 @@ class Fleet(Protocol):
 
     def stop(self, name: str) -> None:
         """Without regard to its requests: it has drained."""
+
+    def restart(self, name: str) -> None:
+        """The same, and then start it again."""
 
 
 @dataclass(slots=True)
@@ -137,6 +148,9 @@ class Launchers:
     def stop(self, name: str) -> None:
         self._to_start.pop(name, None)
         self._tell_host_of(name, StopInstance(name))
+
+    def restart(self, name: str) -> None:
+        self._tell_host_of(name, RestartInstance(name))
 
     def _tell_host_of(self, name: str, message: ToLauncher) -> None:
         for host in self._hosts.values():

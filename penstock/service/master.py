@@ -27,6 +27,7 @@ from penstock.core.wire.engine import (
     Role,
     SetRole,
     Snapshot,
+    Stopped,
 )
 from penstock.core.wire.master import (
     Begun,
@@ -43,9 +44,11 @@ from penstock.core.wire.master import (
     Placed,
     Queued,
     Relocate,
+    RestartInstance,
     Settled,
     StartInstance,
     StopInstance,
+    Troubles,
 )
 from penstock.kv.index import ClusterIndex
 from penstock.sched.cluster import (
@@ -55,8 +58,10 @@ from penstock.sched.cluster import (
     Later,
     Migration,
     Move,
+    Pace,
     Random,
     Resident,
+    SlowInstances,
     Start,
     Stop,
 )
@@ -78,11 +83,13 @@ from penstock.service.overview import instance_overview, stage_overview
 from penstock.service.policies import Policies
 from penstock.service.queue import RateWindow, Tracked, WaitQueue
 from penstock.service.recorder import Recorder
-from penstock.service.session import SUSPECT_AFTER, FleetLimits, InstanceSession, Roster, Scaler
+from penstock.service.session import FleetLimits, InstanceSession, Roster, Scaler
 
 ASK_AGAIN = 2.0  # seconds between two AskCache
 LISTED = 8  # instances that an error names one by one
 SETTLES = 10.0  # seconds after which a hand-off counts as over although nothing was said of it
+LOOK = 0.5  # seconds between two looks for slow instances
+TELL_AGAIN = 6.0  # seconds until a launcher is told again to restart one; it stops within less
 SHOWN = 256  # offline sequences that policies see, of however many wait
 
 
@@ -94,6 +101,7 @@ class Master:
         incarnation: of this master.
         fleet: what scaling may do; None when nothing is ever started or stopped.
         recorder: gets every decision.
+        slow: says which instances are restarted because they are slow; None where none ever is.
 
     Attributes:
         joined: the answer to a frontend that registers.
@@ -110,6 +118,7 @@ class Master:
         *,
         fleet: FleetLimits | None = None,
         recorder: Recorder | None = None,
+        slow: SlowInstances | None = None,
     ) -> None:
         self.index = ClusterIndex()
         self.wake = inf
@@ -136,6 +145,8 @@ class Master:
         self._scaler: Scaler | None = None
         if policies.scaling is not None and fleet is not None:
             self._scaler = Scaler(policies.scaling, fleet)
+        self._slow, self._look_at = slow, -inf
+        self._restarting: dict[str, float] = {}  # instances -> when their launchers were told
 
     @property
     def waiting(self) -> int:
@@ -166,6 +177,11 @@ class Master:
                 self._roles.pop(name, None)
                 actions = self._stopped(name, why)
                 self.index.forget(name)
+            case Troubles(troubles=troubles):
+                for session in self._sessions.values():
+                    session.suspect(session.name in troubles)
+                actions = []
+                self._readmit(now)
             case None:
                 actions = self._by_the_clock(now)
         try:
@@ -192,6 +208,9 @@ class Master:
         actions += self._evacuate(now)
         if self._scaler is not None and self._scaler.is_due(now):
             actions += self._scale(now, self._scaler)
+        if self._slow is not None and now >= self._look_at:
+            self._look_at = now + LOOK
+            actions += self._restart_slow(now, self._slow)
         return actions + self._retire(now)
 
     # --- instances
@@ -236,6 +255,8 @@ class Master:
                     return self._join(now, name, event)
             case ChannelLost(message=message) | Failed(message=message):
                 return self._leave(name, message)
+            case Stopped() if session is not None and event.incarnation == session.peer.incarnation:
+                return self._leave(name, "it was stopped")
             case CacheDelta() if session is not None and event.incarnation == session.peer.incarnation:
                 if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
                     session.asked = now
@@ -292,6 +313,7 @@ class Master:
         session = self._sessions.pop(name, None)
         if session is None:
             return []
+        self._restarting.pop(name, None)
         self.index.leave(name, session.ready.kv_pool)
         self._roster.sessions_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
@@ -314,7 +336,7 @@ class Master:
                 for request_id in request_ids:
                     self._begin(now, (name, request_id))
             case Settled():
-                self._settle((name, message.request_id), message)
+                self._settle(now, (name, message.request_id), message)
             case Ended(request_ids=request_ids, outcomes=outcomes, refused=refused):
                 told = {outcome.request_id: outcome for outcome in outcomes}
                 for request_id in request_ids:
@@ -351,7 +373,7 @@ class Master:
         before = self._in_flight.get(key)
         if before is not None and before.placed is not None and before.place.generation == place.generation:
             return [ToFrontend(frontend, before.placed)]  # asked twice, by a frontend that lost its connection
-        waiting = self._queue.get(key) or self._backlog.get(key) or self._unplaceable.get(key)
+        waiting = self._waiting(key)
         if waiting is not None and waiting.place.generation == place.generation:
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         known = before or waiting
@@ -360,7 +382,7 @@ class Master:
         sequence = Tracked(
             demand, place, now + place.patience if place.patience else -inf, known is not None and known.counted
         )
-        if self._able_for(demand, self._roster.able(now)):
+        if self._able_for(sequence, self._roster.able(now)):
             self._admit(now, key, sequence)
         elif place.patience > 0:
             self._unplaceable[key] = sequence
@@ -381,7 +403,7 @@ class Master:
         if not self._unplaceable:
             return
         able = self._roster.able(now)
-        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence.demand, able)]:
+        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence, able)]:
             sequence = self._unplaceable.pop(key)
             hits, loads = self._match(sequence.place)
             known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
@@ -553,12 +575,30 @@ class Master:
         fits = demand.tokens <= load.max_model_len and demand.prompt_tokens < load.free_blocks * BLOCK_TOKENS
         return fits and load.requests < load.max_sequences and session.name not in demand.exclude
 
-    def _settle(self, key: Key, settled: Settled) -> None:
+    def _settle(self, now: float, key: Key, settled: Settled) -> None:
         """It is said where a sequence is."""
         flight, session = self._in_flight.get(key), self._sessions.get(settled.instance)
-        if flight is not None and session is not None and flight.place.generation == settled.generation:
+        known = flight or self._waiting(key)
+        if known is None or session is None:
+            return
+        if settled.generation < known.place.generation:
+            self._take_back(now, key, known, settled.generation, session)
+        elif flight is not None and flight.place.generation == settled.generation:
             flight.moving = -inf
             self._rehouse(key, flight, session)
+
+    def _take_back(self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession) -> None:
+        """An earlier attempt goes on at an instance, and not the one that was asked for since."""
+        self._end(now, key)
+        demand = msgspec.structs.replace(known.demand, exclude=frozenset())
+        place = msgspec.structs.replace(known.place, generation=generation, keys=[], hedged=False)
+        flight = self._in_flight[key] = Tracked(demand, place, -inf, known.counted)
+        flight.prefiller = flight.home = session
+        session.house(demand)
+
+    def _waiting(self, key: Key) -> Tracked | None:
+        """One that has no place yet."""
+        return self._queue.get(key) or self._backlog.get(key) or self._unplaceable.get(key)
 
     def _rehouse(self, key: Key, flight: Tracked, session: InstanceSession) -> None:
         """It decodes there from now on."""
@@ -596,7 +636,7 @@ class Master:
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
             doubtful = queue.doubtful(shortest)
-            for key in [key for key in doubtful if not self._able_for(queue[key].demand, able)]:
+            for key in [key for key in doubtful if not self._able_for(queue[key], able)]:
                 sequence = queue.pop(key)
                 assert sequence is not None
                 self._unplaceable[key] = sequence
@@ -605,8 +645,11 @@ class Master:
             self._end(now, key)
         return actions
 
-    @staticmethod
-    def _able_for(demand: Demand, able: Sequence[InstanceSession]) -> bool:
+    def _able_for(self, sequence: Tracked, able: Sequence[InstanceSession]) -> bool:
+        demand = sequence.demand
+        if sequence.place.hedged:  # only where it takes no room that others need
+            taking = [session.role for session in able if self._takes(session, demand)]
+            return any(role != "decode" for role in taking) and any(role != "prefill" for role in taking)
         return any(s.ready.max_model_len >= demand.tokens and s.name not in demand.exclude for s in able)
 
     def _no_place(self, now: float, frontend: str, place: Place) -> Action:
@@ -663,9 +706,34 @@ class Master:
                     actions += self._drain(self._sessions[name], reason)
         return actions
 
+    def _restart_slow(self, now: float, slow: SlowInstances) -> list[Action]:
+        paces = [
+            Pace(s.name, s.peer.incarnation, s.role, s.snapshot.speed, s.snapshot.running > 0)
+            for s in self._sessions.values()
+            if s.snapshot is not None and not (s.leaving or s.silent(now))
+        ]
+        restart = slow.look(now, paces)
+        if restart is None:
+            return []
+        self._restarting[restart.name] = -inf
+        self._account.changed(restart)
+        if self._recorder is not None:
+            self._recorder.moved(now, restart)
+        return self._drain(self._sessions[restart.name], restart.reason)
+
     def _retire(self, now: float) -> list[Action]:
-        """Stop instances that have drained."""
-        return [StopInstance(s.name) for s in self._sessions.values() if s.draining and s.drained]
+        """Stop instances that have drained, or have them start again."""
+        actions: list[Action] = []
+        for session in self._sessions.values():
+            name = session.name
+            if not (session.draining and session.drained):
+                continue
+            if name not in self._restarting or self._endpoints[name].state == "leaving":
+                actions.append(StopInstance(name))
+            elif now - self._restarting[name] >= TELL_AGAIN:
+                self._restarting[name] = now
+                actions.append(RestartInstance(name))
+        return actions
 
     def _why_none(self, now: float, place: Place) -> str:
         states = self.states(now)
@@ -685,7 +753,7 @@ class Master:
     def _state(self, now: float, session: InstanceSession | None) -> str:
         if session is None:
             return "absent"
-        if now - session.heard > SUSPECT_AFTER:
+        if session.silent(now):
             return "suspect"
         return "draining" if session.drains else "sleeping" if session.sleeps else "ready"
 
@@ -698,7 +766,12 @@ class Master:
         """How the deployment does; what was decided, the recorder knows."""
         rates = self._rates.rates(now)
         instances = [
-            instance_overview(endpoint, self._sessions.get(name), self._state(now, self._sessions.get(name)))
+            instance_overview(
+                endpoint,
+                self._sessions.get(name),
+                self._state(now, self._sessions.get(name)),
+                "" if self._slow is None else self._slow.verdicts.get(name, ""),
+            )
             for name, endpoint in self._endpoints.items()
         ]
         return Overview(

@@ -35,13 +35,15 @@ from penstock.core.wire.master import (
     Outcome,
     Overview,
     Place,
+    RestartInstance,
     Settled,
     StartInstance,
     StopInstance,
     ToLauncher,
+    Troubles,
     decode_to_master,
 )
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Start, Stop, Verdict
+from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Restart, Start, Stop, Verdict
 from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -83,7 +85,7 @@ class Minutes:
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
         self._due.append(partial(self.recorder.held, now, demand, request_id, frontend, later))
 
-    def moved(self, now: float, move: Move | Start | Stop) -> None:
+    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None:
         self._due.append(partial(self.recorder.moved, now, move))
 
     def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:
@@ -170,6 +172,9 @@ class MasterPump:
                 case StopInstance(name):
                     assert self.fleet is not None, "nobody here stops instances"
                     self.fleet.stop(name)
+                case RestartInstance(name):
+                    assert self.fleet is not None, "nobody here restarts instances"
+                    self.fleet.restart(name)
         self._minutes.write()
         self._set_alarm()
 
@@ -350,6 +355,7 @@ class Desk:
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
         if not registers:
             self._roll.complete()
+        self._troubles: Mapping[str, str] = {}  # that the others know of
         pump.deliver, pump.fleet = self._deliver, self._launchers
 
     async def run(self) -> None:
@@ -359,6 +365,7 @@ class Desk:
             await asyncio.sleep(TICK)
             now = self._pump.clock.now()
             self._launchers.tick(now)
+            self._tell_troubles()
             if now - begun > LEASE:  # every launcher that is there was heard by now
                 self._roll.complete()
 
@@ -379,6 +386,17 @@ class Desk:
         self._socket.send_multipart([receiver, codec.encode(message)])
         self._inbox.look()  # messages that arrive during a send cause no wake-up
 
+    def _tell_troubles(self) -> None:
+        """Master and frontends, when launchers say something else of their instances."""
+        troubles = dict(self._launchers.troubles)
+        if troubles != self._troubles:
+            self._troubles = troubles
+            try:
+                self._pump.handle(Troubles(troubles))  # before anybody asks for another place
+            except Exception:  # the frontends are told all the same
+                log.exception("the master failed on what launchers say")
+            self._roll.tell(Troubles(troubles))
+
     def _deliver(self, action: ToFrontend) -> None:
         message = action.message
         if isinstance(message, Joined):
@@ -397,7 +415,8 @@ class Desk:
             case HostReport():
                 self._launchers.hear(self._pump.clock.now(), sender, message)
                 for ended in message.ended:
-                    self._roll.tell(ended)
+                    self._roll.engine_ended(ended)
+                self._tell_troubles()
             case AskMembers():
                 self._roll.call(sender)
             case AskOverview():
@@ -433,12 +452,16 @@ class Roll:
         joined = list(self._registry.instances.values())
         self._send(listener, Members(self._incarnation, self.sequence, joined, whole=True, complete=self._complete))
 
-    def tell(self, ended: EngineEnded) -> None:
+    def engine_ended(self, ended: EngineEnded) -> None:
         """An engine has ended; launchers say so several times."""
         if ended not in self._told:
             self._told.append(ended)
-            for listener in self._listeners:
-                self._send(listener, ended)
+            self.tell(ended)
+
+    def tell(self, message: FromMaster) -> None:
+        """All who listen."""
+        for listener in self._listeners:
+            self._send(listener, message)
 
     def complete(self) -> None:
         """What is not there now is not in the deployment."""

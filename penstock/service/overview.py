@@ -25,14 +25,18 @@ from penstock.service.session import InstanceSession
 DECISIONS, MOVES = 20, 10  # the latest, that are shown; moves of instances, and as many of sequences
 
 
-def instance_overview(endpoint: Endpoint, session: InstanceSession | None, state: str) -> InstanceOverview:
+def instance_overview(
+    endpoint: Endpoint, session: InstanceSession | None, state: str, slow: str = ""
+) -> InstanceOverview:
     """
     Args:
         session: None where no engine serves.
         state: of that, as the master sees it.
+        slow: see `InstanceOverview`.
     """
     if session is None:
-        return InstanceOverview(name=endpoint.name, role=endpoint.role, state=state if endpoint.runs else "stopped")
+        state = state if endpoint.runs else "stopped"
+        return InstanceOverview(name=endpoint.name, role=endpoint.role, state=state, slow=slow)
     load, seen = session.view(), session.snapshot
     known = InstanceOverview(
         name=endpoint.name,
@@ -45,6 +49,7 @@ def instance_overview(endpoint: Endpoint, session: InstanceSession | None, state
         held_tokens=load.held_tokens,
         used_blocks=load.num_blocks - load.free_blocks,
         num_blocks=load.num_blocks,
+        slow=slow,
     )
     if seen is None:
         return known
@@ -57,6 +62,7 @@ def instance_overview(endpoint: Endpoint, session: InstanceSession | None, state
         ttft_ms=seen.ttft_ms,
         tpot_ms=seen.tpot_ms,
         interval_ms=seen.interval_ms,
+        speed=seen.speed,
     )
 
 

@@ -34,6 +34,7 @@ from penstock.core.wire.master import (
     Queued,
     Relocate,
     Settled,
+    Troubles,
 )
 from penstock.service.channel import MasterChannel
 from penstock.service.instances import ChannelLost
@@ -87,7 +88,7 @@ class Placement(Protocol):
         """The first tokens of these have come."""
 
     def settled(self, settled: Settled) -> None:
-        """A hand-off is over."""
+        """A hand-off is over, or an earlier attempt goes on after all. What was asked for later is dropped."""
 
     def ended(
         self, request_ids: Sequence[str], outcomes: Sequence[Outcome] = (), refused: Mapping[str, str] = NOBODY
@@ -132,6 +133,7 @@ class RemotePlacement:
         wants_keys, troubles: as the master said last.
         registry: of the instances that it told of.
         engine_ended: is told how engines ended.
+        troubled: is called when `troubles` has changed.
     """
 
     def __init__(self, channel: MasterChannel, clock: Clock) -> None:
@@ -153,6 +155,7 @@ class RemotePlacement:
         self._learned = 0  # the last of these numbers
         self._answered: Answered = _not_started
         self.engine_ended: Callable[[EngineEnded], None] = _not_started
+        self.troubled: Callable[[], object] = lambda: None
 
     def start(self, answered: Answered, choose: Choose) -> None:
         self._answered, self._choose = answered, choose
@@ -180,6 +183,7 @@ class RemotePlacement:
         self._channel.send(Begun(list(request_ids)))
 
     def settled(self, settled: Settled) -> None:
+        self._drop(settled.request_id)
         self._channel.send(settled)
 
     def ended(
@@ -283,6 +287,9 @@ class RemotePlacement:
                         self._channel.send(question.again(now))
             case Members():
                 self.registry.hear(message)
+            case Troubles():
+                self.troubles = message.troubles
+                self.troubled()
             case EngineEnded():
                 self.engine_ended(message)
             case Placed() | NoPlace() | Queued():

@@ -68,6 +68,7 @@ def plan(
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
+    settings["slow_after"] = deployment.restart.slow_after
     settings["flight_recorder"] = deployment.flight_recorder
     cluster = deployment.cluster
     masters = None if cluster is None else cluster.masters

@@ -21,7 +21,19 @@ import msgspec
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.wire.engine import Role
 from penstock.core.wire.master import Outcome
-from penstock.sched.cluster import ClusterView, Decision, Demand, InstanceLoad, Move, Rates, Stage, Start, Stop, Verdict
+from penstock.sched.cluster import (
+    ClusterView,
+    Decision,
+    Demand,
+    InstanceLoad,
+    Move,
+    Rates,
+    Restart,
+    Stage,
+    Start,
+    Stop,
+    Verdict,
+)
 from penstock.sched.cluster.base import Key, Way
 from penstock.sched.steptime import StepTime
 from penstock.service.recorder import (
@@ -352,12 +364,14 @@ def _shown(view: ClusterView, named: Set[str]) -> Sequence[InstanceLoad]:
     return shown
 
 
-def _move_record(move: Move | Start | Stop) -> MoveRecord:
-    role = None if isinstance(move, Stop) else move.role
+def _move_record(move: Move | Start | Stop | Restart) -> MoveRecord:
+    role = None if isinstance(move, Stop | Restart) else move.role
     return MoveRecord(type(move).__name__.lower(), move.name, role, move.reason)
 
 
-def _move(record: MoveRecord) -> Move | Start | Stop:
+def _move(record: MoveRecord) -> Move | Start | Stop | Restart:
+    if record.kind == "restart":
+        return Restart(name=record.name, reason=record.reason)
     if record.role is None:
         return Stop(name=record.name, reason=record.reason)
     kind = Start if record.kind == "start" else Move

@@ -67,6 +67,7 @@ class InstanceSession:
         unlinked: reasons for failed links, by peer.
         asked: when it was asked for its cache.
         draining: it takes no new requests and will stop.
+        suspected: its launcher says that it may hang.
         prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was sampled.
@@ -86,6 +87,7 @@ class InstanceSession:
     unlinked: dict[str, str] = field(default_factory=dict)
     asked: float = -inf
     draining: bool = False
+    suspected: bool = False
     prompts: dict[Key, Prompt] = field(default_factory=dict)
     homes: dict[Key, Demand] = field(default_factory=dict)
     begun: set[Key] = field(default_factory=set)
@@ -111,6 +113,10 @@ class InstanceSession:
     def leaving(self) -> bool:
         """Whether it takes nothing new."""
         return self.drains or self.sleeps
+
+    def silent(self, now: float) -> bool:
+        """Whether it may have failed: it gets no work while others have not."""
+        return self.suspected or now - self.heard > SUSPECT_AFTER
 
     @property
     def drains(self) -> bool:
@@ -144,6 +150,12 @@ class InstanceSession:
         """Invalidate the load that policies see."""
         self.load = None
         self.touched.add(self.name)
+
+    def suspect(self, suspected: bool) -> None:
+        """Its launcher says that it may hang, or does not any more."""
+        if suspected != self.suspected:
+            self.suspected = suspected
+            self.changed()
 
     def drain(self) -> None:
         """It is given nothing new from now on."""
@@ -361,7 +373,7 @@ class Roster:
 
     def _choose(self, now: float) -> None:
         taking = [session for session in self._sessions.values() if not session.leaving]
-        fresh = [session for session in taking if now - session.heard <= SUSPECT_AFTER]
+        fresh = [session for session in taking if not session.silent(now)]
         self._oldest = min((session.heard for session in fresh), default=-inf)
         self._able = fresh or [session for session in taking if now - session.heard <= DEAD_AFTER]
         self._loads, self._history = [session.view() for session in self._able], []
@@ -371,7 +383,7 @@ class Roster:
     def _is_misplaced(self, name: str) -> bool:
         """Whether one may be given work that was not, or the other way round."""
         session = self._sessions.get(name)
-        return session is not None and (name in self._places) == session.leaving
+        return session is not None and (name in self._places) == (session.leaving or session.suspected)
 
     def check(self) -> None:
         """Raise AssertionError unless the incremental state equals a recomputed one."""

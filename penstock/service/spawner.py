@@ -19,7 +19,7 @@ from penstock.service.answer_guard import AnswerGuard
 from penstock.service.process import begin
 from penstock.service.supervisor import STOP, ProcessKind, Program
 from penstock.service.warm import WarmPool
-from penstock.service.watch import Trouble, Watch, read_vitals
+from penstock.service.watch import Trouble, Vitals, Watch, is_stopped, read_vitals
 
 log = logging.getLogger("penstock.launcher")
 LAST_OUTPUT = 500  # characters
@@ -42,7 +42,7 @@ class Incarnation(Protocol):
         """Whether it can be reached; for programs with a socket."""
 
     def trouble(self, now: float) -> Trouble | None:
-        """Why it hangs, or may hang. Call it about twice a second."""
+        """Why it hangs, or may hang. Call it a few times a second."""
 
     def give_time(self, now: float) -> None:
         """This process did not run for a while, and the other perhaps did not either."""
@@ -131,10 +131,11 @@ class LocalProcess:
         self.endpoint = program.public or program.address or ""
         if program.socket is not None:
             program.socket.unlink(missing_ok=True)
-        self._watch = None
+        self._watch: Watch | None = None
+        self._trouble: Trouble | None = None
         if program.heartbeat is not None:
             forget(program.heartbeat)
-            self._watch = Watch(now, timeout, waits=program.needs is not None)
+            self._watch = Watch(now, timeout, waits=program.needs is not None, early=program.kind == "engine")
         self._guard = AnswerGuard() if program.kind == "frontend" else None
         self._process = warm or begin(
             program.command,
@@ -161,10 +162,15 @@ class LocalProcess:
             return None
         assert self._program.heartbeat is not None
         if self._watch.beats(now, read_heartbeat(self._program.heartbeat)):
-            return None
-        return self._watch.trouble(now, read_vitals(self.pid))
+            self._trouble = None
+        elif is_stopped(self.pid):
+            self._trouble = self._watch.trouble(now, Vitals(stopped=True))
+        elif not self._watch.is_new(now):
+            self._trouble = self._watch.trouble(now, read_vitals(self.pid))
+        return self._trouble
 
     def give_time(self, now: float) -> None:
+        self._trouble = None
         if self._watch is not None:
             self._watch.restart(now)
 

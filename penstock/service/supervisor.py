@@ -29,11 +29,13 @@ class Restart:
         backoff: seconds until a failed process is restarted; doubles with every failure in a row.
         limit: failures in a row after which it is restarted.
         heartbeat_timeout: seconds without a sign of life after which a process hangs and is killed.
+        slow_after: seconds of work after which the master has a slow engine start again; 0 for never.
     """
 
     backoff: float
     limit: int
     heartbeat_timeout: float
+    slow_after: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class _Place:
     hangs: str = ""  # why it does
     killed: bool = False
     told: bool = False  # to stop, by itself
+    again: bool = False  # it starts again when it has stopped so
     ended: str = ""  # how its last incarnation did, until the next one is up
     given_up: bool = False
     deaths: int = 0  # in a row
@@ -182,9 +185,16 @@ class Supervisor:
             self._places[name].due = now
             self._places[name].deaths = self._places[name].broken = 0
 
-    def retire(self, name: str, now: float) -> None:
-        """Stop one program until it is started again."""
+    def retire(self, name: str, now: float, again: bool = False) -> None:
+        """Stop one program until it is started again.
+
+        Args:
+            again: at once, if it runs; else nothing is done.
+        """
         place = self._places[name]
+        if again and (not place.running or (place.stops_by is not None and not place.again)):
+            return
+        place.again = again
         place.due = None
         if place.running and place.stops_by is None:
             place.stops_by = now + STOP_GRACE
@@ -258,7 +268,9 @@ class Supervisor:
         for other in self._places.values():
             other.fallen |= other.running and other.program.needs == name
         if retired:
-            return f"{name} was stopped"
+            again, place.again = place.again, False
+            place.due = now if again else None
+            return f"{name} was stopped" + (", and starts again" if again else "")
         if code == CANNOT_BE_SERVED and not place.proven and place.program.starts:
             self._fail(f"{how}: it cannot be served", CANNOT_BE_SERVED, now)
             return self.failure

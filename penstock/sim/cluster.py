@@ -27,7 +27,19 @@ from penstock.kv.depot import Depot, DepotSource
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Random, Start, Stop, Verdict
+from penstock.sched.cluster import (
+    ClusterView,
+    Decision,
+    Demand,
+    Later,
+    Migration,
+    Move,
+    Random,
+    Restart,
+    Start,
+    Stop,
+    Verdict,
+)
 from penstock.sched.cluster.columns import least
 from penstock.sched.cluster.startup import Path
 from penstock.sched.local import Limits, Scheduler
@@ -100,7 +112,7 @@ class Cluster:
     ) -> None:
         self.timeline = Timeline(lanes=2)
         self.samples: list[tuple[float, dict[str, Sample]]] = []
-        self.changes: list[tuple[float, Move | Start | Stop]] = []
+        self.changes: list[tuple[float, Move | Start | Stop | Restart]] = []
         self.starts: list[tuple[float, Path, float]] = []
         self.judged = range(len(requests)) if judged is None else judged
         self.ended = 0
@@ -461,7 +473,7 @@ class _Costs:
     def __init__(
         self,
         records: Sequence[SimRecord],
-        changes: list[tuple[float, Move | Start | Stop]],
+        changes: list[tuple[float, Move | Start | Stop | Restart]],
         other: Recorder | None,
     ) -> None:
         self._records, self._changes, self._other = records, changes, other
@@ -490,7 +502,7 @@ class _Costs:
         if self._other is not None:
             self._other.scaled(now, verdicts)
 
-    def moved(self, now: float, move: Move | Start | Stop) -> None:
+    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None:
         self._changes.append((now, move))
         if self._other is not None:
             self._other.moved(now, move)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.sched.cluster import Move, Start, Stop
+from penstock.sched.cluster import Move, Restart, Start, Stop
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import SimRecord
 from penstock.sim.slots import Sample, Use
@@ -185,7 +185,7 @@ class Account:
     samples: list[tuple[float, dict[str, Sample]]]
     instances: dict[str, Use]
     instance_seconds: float
-    changes: list[tuple[float, Move | Start | Stop]]
+    changes: list[tuple[float, Move | Start | Stop | Restart]]
     starts: list[tuple[float, str, float]]
 
 
@@ -259,7 +259,7 @@ def summarise(account: Account) -> dict[str, Any]:
         "starts": _starts(account.starts),
         "changes": [
             {"at": at, "what": type(change).__name__.lower(), "instance": change.name}
-            | {"role": None if isinstance(change, Stop) else change.role, "reason": change.reason}
+            | {"role": None if isinstance(change, Stop | Restart) else change.role, "reason": change.reason}
             for at, change in account.changes
         ],
         "instances": {

@@ -81,11 +81,18 @@ class Given(Protocol):
         """Waits until the digests are known."""
 
 
-def digests(memory: memoryview, threads: int = 2) -> list[int]:
-    """Of every block; see `Weights`."""
-    blocks = [memory[at : at + BLOCK] for at in range(0, len(memory), BLOCK)]
+def digests(memory: memoryview, stopped: threading.Event | None = None, threads: int = 2) -> list[int] | None:
+    """Of every block; see `Weights`. None when it was stopped before they are known."""
+
+    def digest(at: int) -> int | None:
+        if stopped is not None and stopped.is_set():
+            return None
+        return xxh3_64_intdigest(memory[at : at + BLOCK])
+
     with ThreadPoolExecutor(threads, "weight-digests") as pool:
-        return list(pool.map(xxh3_64_intdigest, blocks))
+        found = list(pool.map(digest, range(0, len(memory), BLOCK)))
+    known = [value for value in found if value is not None]
+    return known if len(known) == len(found) else None
 
 
 class WeightServer:
@@ -288,7 +295,7 @@ def ask_to_map(address: str, key: str) -> tuple[Weights, int]:
 
 def check(memory: memoryview, weights: Weights) -> None:
     """Raises Unavailable unless it is what the source had loaded."""
-    for number, (found, expected) in enumerate(zip(digests(memory), weights.digests, strict=True)):
+    for number, (found, expected) in enumerate(zip(digests(memory) or [], weights.digests, strict=True)):
         if found != expected:
             raise Unavailable(_corrupt(number, weights))
 

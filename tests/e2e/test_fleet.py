@@ -255,3 +255,44 @@ def _refused_without_the_secret(up):
         stranger.disable_monitor()
         monitor.close(0)
     assert os.environ.get("PENSTOCK_CLUSTER_SECRET") is None
+
+
+@pytest.mark.slow
+def test_an_engine_that_has_become_slow_is_drained_and_started_again():
+    """It is stopped for most of the time, until it is another process; no request fails or waits for the others."""
+    restart = {"slow-after": 3, "heartbeat-timeout": 10}
+    content = colocated(3, engine=PACED | {"slowdown": 4}, policy="round_robin", restart=restart)
+    over = threading.Event()
+
+    def slow_down(pid):
+        while not over.is_set():
+            for number, seconds in ((signal.SIGSTOP, 0.17), (signal.SIGCONT, 0.03)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                over.wait(seconds)
+
+    def keep_asking(url):
+        texts = set()
+        while not over.is_set():
+            texts.add(complete(url, max_tokens=100))
+        return texts
+
+    with deployed(content) as up, ThreadPoolExecutor(7) as pool:
+        asked = [pool.submit(keep_asking, up.url) for _ in range(6)]
+        before = up.pids()["engine-1"]
+        slowing = pool.submit(slow_down, before)
+        try:
+            up.wait_for("engine-1 is drained: slow: 0.", 120)
+            up.wait_restarted("engine-1", before, 60)
+            eventually(lambda: set(states(up).values()) == {"ready"}, 60)
+            eventually(lambda: up.metric("instance_changes_total", what="restart") == 1)
+        finally:
+            over.set()
+        slowing.result()
+        (text,) = set.union(*(each.result() for each in asked))
+        assert text
+        assert "engine-1 was stopped, and starts again" in up.log()
+        assert up.metric("instance_lost_total", engine="engine-1") == 0, "that was planned"
+        moves = json.loads(up.get("/overview"))["master"]["moves"]
+        assert [(move["what"], move["instance"]) for move in moves] == [("restart", "engine-1")]
+        assert up.stop() == 0

@@ -447,6 +447,27 @@ def test_a_stuck_engine_is_killed_and_its_requests_go_on_elsewhere():
         assert up.stop() == 0
 
 
+def test_streams_of_a_frozen_engine_go_on_before_it_is_given_up(up):
+    """It is stopped and goes on later: each text comes once, and is that of an undisturbed run."""
+    body = {**ASK, "max_tokens": 500, "ignore_eos": True, "n": 2}
+    whole = httpx.post(up.url + "/v1/completions", json=body, timeout=60).json()["choices"]
+    before = up.metric("hedged_requests_total", how="overtaken")
+    with httpx.stream("POST", up.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+        texts = {choice["index"]: choice["text"] for choice in next(events)["choices"]}
+        frozen = up.kill("engine-0", signal.SIGSTOP)
+        try:
+            eventually(lambda: up.metric("hedged_requests_total", how="overtaken") > before)
+        finally:
+            if not gone(frozen):
+                os.kill(frozen, signal.SIGCONT)
+        for event in events:
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {choice["index"]: choice["text"] for choice in whole}
+    eventually(lambda: all(i["state"] == "ready" for i in json.loads(up.get("/health"))["instances"]))
+
+
 def test_what_was_evicted_comes_back_from_the_hosts_memory():
     tiered = PACED | {"kv-blocks": 40, "max-model-len": 2048, "host-cache-memory": "2G"}
     with deployed(colocated(1, engine=tiered)) as up:

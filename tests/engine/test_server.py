@@ -30,6 +30,7 @@ from penstock.core.wire.engine import (
     Snapshot,
     Source,
     StepReport,
+    Stopped,
     decode_event,
 )
 from penstock.engine.executor import InlineExecutor, MaskCosts
@@ -412,6 +413,7 @@ def test_an_engine_that_goes_idle_does_not_wait_long_to_say_so(tmp_path):
         master.say(Hello("m", kind="master"))
         master.say(Shutdown())
         server.run(engine, READY)
+        assert master.until(lambda e: isinstance(e, Stopped)).incarnation == LIFE, "it says goodbye"
         assert server._patience(stalled=False) == pytest.approx(
             SNAPSHOT
         )  # that somebody came may have changed the load

@@ -277,6 +277,29 @@ def test_nothing_is_left_behind(checkpoint, running, tmp_path):
         eventually(lambda: held() == before, 5, lambda: f"{held()}, before {before}")
 
 
+def test_whoever_closes_waits_for_no_digests_and_leaves_no_thread(checkpoint, monkeypatch):
+    """One that works while its interpreter ends may abort the process, and hide why that ended."""
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def slowly(block):
+        asked.set()
+        assert goes_on.wait(20)
+        return 0
+
+    monkeypatch.setattr(wire, "xxh3_64_intdigest", slowly)
+    manager = WeightManager([])
+    manager.give(load(checkpoint, CPU, peers=manager).image)
+    offer = manager._offer
+    assert asked.wait(20)
+    closing = threading.Thread(target=manager.close)
+    closing.start()
+    eventually(offer._closed.is_set)
+    goes_on.set()
+    closing.join(20)
+    assert [each.is_alive() for each in (closing, offer._learning)] == [False, False]
+    assert not offer.image.digests
+
+
 def test_an_engine_gives_its_weights_until_it_sleeps_without_them(checkpoint, tmp_path):
     options = EngineOptions(model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False)
     address = f"unix:{tmp_path}/first"

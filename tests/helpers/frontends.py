@@ -74,6 +74,7 @@ class ScriptedPlacement:
         return Placed(place.request_id, place.generation, route, "scripted", "because: it says so")
 
     def settled(self, settled):
+        self.queued.pop(settled.request_id, None)
         self.settlements.append(settled)
 
     def begun(self, request_ids):

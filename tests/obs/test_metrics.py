@@ -219,8 +219,9 @@ def test_incarnations_of_instances() -> None:
 def test_what_the_instances_cost_and_how_they_were_started() -> None:
     metrics = Metrics("m", ["e"])
     assert not [name for name, _ in samples(metrics) if name.startswith("penstock:instance_s")], "no master has said"
-    metrics.observe_fleet(5.0, {"map": (1, 2.5)})
-    metrics.observe_fleet(7.5, {"map": (2, 4.0), "checkpoint": (1, 9.0)})
+    metrics.observe_fleet(5.0, {"map": (1, 2.5)}, {})
+    metrics.observe_fleet(7.5, {"map": (2, 4.0), "checkpoint": (1, 9.0)}, {"restart": 2})
+    assert value(metrics, "instance_changes_total", what="restart") == 2
     assert value(metrics, "instance_seconds_total") == 7.5
     for path, count, seconds in (("map", 2, 4.0), ("checkpoint", 1, 9.0)):
         assert value(metrics, "instance_starts_total", path=path) == count

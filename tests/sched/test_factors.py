@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.sampling import SamplingParams
 from penstock.sched.factors import BELIEVED, BOUNDS, NAMES, OVERHEAD_BOUNDS, WARM_UP, FactorLearner
+from penstock.sched.local.steps import Measurements
 from penstock.sched.steptime import DEVICES, GEOMETRIES, MARGIN, StepTime
 
 DEVICE, SHAPE = DEVICES["h200"], GEOMETRIES["llama-3.1-8b"]
@@ -143,6 +146,34 @@ def test_an_accident_moves_nothing_and_a_change_does():
     assert learner.gap.mean > 0.3  # but nothing is hidden
     learner.observe(*step, 20 * usual)
     assert learner.factors != learned
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
+def test_speed_is_the_share_of_the_time_in_which_it_runs(share):
+    """An engine that is stopped for the rest of each 200 ms, whichever steps meet that."""
+    measurements, step = Measurements(), SequenceStep("r", 0, [0], tuple(range(20)), 1200, SamplingParams(), 0)
+    measurements.learn(DEVICE, SHAPE)
+    plan = StepPlan((step,) * 8, ())
+    ms = StepTime(DEVICE, SHAPE).step_ms(*plan.work)
+    assert measurements.speed is None
+
+    def end_of(begin):
+        """Of a step that begins then; it runs in the first part of each cycle."""
+        left, at = ms, begin
+        while (runs := max(0.0, 200 * share - at % 200)) < left:
+            left, at = left - runs, at - at % 200 + 200
+        return at + left
+
+    now = 0.0
+    for _ in range(2000):
+        end = end_of(now)
+        measurements.ran(plan, now / 1e3, [end / 1e3])
+        now = end
+    assert measurements.speed == pytest.approx(share, rel=0.2)
+    measurements.learner.changed()
+    before = measurements.speed
+    measurements.learner.pace(*plan.work, 1e6)
+    assert measurements.speed == before, "something is compiled"
 
 
 def test_collectives_are_learned_where_there_are_some():

@@ -35,6 +35,7 @@ from penstock.core.wire.engine import (
     Snapshot,
     Stayed,
     StepReport,
+    Stopped,
 )
 from penstock.kv.keys import extend_keys
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
@@ -498,6 +499,7 @@ def test_it_takes_no_part_in_handoffs():
         await until(lambda: instance.frontend.finish() is FinishReason.LENGTH)
         instance.frontend.channel.send(Shutdown())
         await until(instance.running.done)
+        await until(lambda: instance.frontend.of(Stopped))
 
     serve(scenario)
 

@@ -9,7 +9,7 @@ from penstock.core.errors import EngineFailure, Unavailable
 from penstock.core.heartbeat import step_limit
 from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Enqueue, Failed, Leg, Migrate, Peer, Refused, Stayed, StepReport
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Leg, Migrate, Peer, Refused, Stayed, StepReport, Stopped
 from penstock.core.wire.master import Endpoint, Relocate
 from penstock.kv.keys import extend_keys
 from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
@@ -78,6 +78,28 @@ def test_a_loss_is_one_line_and_one_count(tokenizer, caplog):
         await until(lambda: up() == [1, 0])
 
     run(tokenizer, scenario, "a", "b")
+
+
+def test_an_engine_that_says_goodbye_is_not_lost(tokenizer):
+    """What it still has goes on elsewhere all the same, and nobody waits to learn what broke it."""
+
+    async def scenario(frontend, channels, clock):
+        generation, (name,) = await submit(frontend)
+        channels["a"].say(Stopped(1))
+        channels["a"].say(ChannelLost("the connection was lost"))
+        await until(channels["b"].enqueued)
+        states = [state["state"] for state in frontend.instance_states()]
+        assert states == ["starting", "ready"]
+        assert value(frontend, "penstock:instance_lost_total", engine="a") == 0
+        assert value(frontend, "penstock:instance_up", engine="a") == 0
+        channels["b"].report(TokenOutput(name, [6], generation=1, finish=FinishReason.LENGTH))
+        assert [d.tokens for d in await collect(generation)] == [[6]]
+        channels["a"].say(ready("a", 2))
+        await until(lambda: frontend.instance_states()[0]["state"] == "ready")
+        frontend.registry.put(Endpoint("a", "", state="stopped"))  # which may also be heard first
+        assert value(frontend, "penstock:instance_lost_total", engine="a") in (0, None)
+
+    run(tokenizer, scenario, "a", "b", told=True)
 
 
 def test_another_incarnation_of_an_engine_knows_nothing_of_its_last(tokenizer):

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,6 +22,8 @@ from penstock.core.wire.master import (
     Place,
     Placed,
     Queued,
+    Settled,
+    Troubles,
 )
 from penstock.sched.cluster import DISPATCH, Later
 from penstock.service.events import FromEngine, FromFrontend, Notice, ToEngine, ToFrontend
@@ -64,6 +67,9 @@ class Cluster:
         request_id = request_id or f"r{self.count}"
         (answer,) = self.frontend(Place(request_id, tokens, 10, [], 0, generation, 0.0, list(exclude)), name)
         return answer
+
+    def doubt(self, *names):
+        return self.master.tick(self.now, Troubles(dict.fromkeys(names, "it hangs")))
 
     def tick(self, seconds=0.0):
         self.now += seconds
@@ -169,6 +175,44 @@ def test_silent_and_draining_instances_get_no_work():
     answer = cluster.place()
     assert isinstance(answer, NoPlace)
     assert "a0 draining, a1 draining" in answer.message
+
+
+def test_an_instance_that_may_hang_gets_no_work_as_soon_as_its_launcher_says_so():
+    cluster = Cluster("a0", "a1")
+    cluster.place()
+    cluster.doubt("a0")
+    assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
+    assert cluster.master.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
+    cluster.doubt("a0", "a1")
+    assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a0"}, "both are all there is"
+    cluster.doubt("a1")
+    cluster.doubt()
+    assert {cluster.place().route[0].peer.name for _ in range(8)} == {"a0", "a1"}
+
+
+def test_what_still_runs_gets_another_place_only_where_there_is_room_and_may_be_taken_back():
+    cluster = Cluster("a0", "a1", max_sequences=2)
+    first = cluster.place("r", exclude=["a1"])
+    assert first.route[0].peer.name == "a0"
+    fillers = [cluster.place(f"f{i}", exclude=["a0"]) for i in range(2)]
+    assert {placed.route[0].peer.name for placed in fillers} == {"a1"}
+    cluster.doubt("a0")
+    again = Place("r", 11, 9, [], generation=1, exclude=["a0"], patience=5.0, interrupted=True, hedged=True)
+    assert cluster.frontend(again) == [Queued("r", 1)]
+    assert cluster.frontend(Settled("r", 0, "a0")) == []  # it has come back
+    assert cluster.master.waiting == 0
+    cluster.tick()
+    assert cluster.master.overview(cluster.now).placed == 3
+    assert [key[1] for key in cluster.master._sessions["a0"].homes] == ["r"]
+    again = msgspec.structs.replace(again, generation=2)
+    assert cluster.frontend(again) == [Queued("r", 2)]
+    cluster.frontend(Ended(["f0"]))
+    (placed,) = [action.message for action in cluster.tick()]
+    assert (placed.generation, placed.route[0].peer.name) == (2, "a1")
+    cluster.frontend(Settled("r", 0, "a0"))  # once more, from its place
+    assert [key[1] for key in cluster.master._sessions["a1"].homes] == ["f1"]
+    cluster.frontend(Ended(["r"]))
+    assert not cluster.master._sessions["a0"].homes
 
 
 def test_sleeping_instances_get_no_work_until_they_are_woken_up():
@@ -349,6 +393,21 @@ class AnyOrder(RuleBasedStateMachine):
             self.placed[request] = answer
         else:
             assert answer == known
+
+    @rule(doubted=st.sets(names))
+    def doubt(self, doubted):
+        self.cluster.doubt(*doubted)
+
+    @rule(request=st.integers(0, 5), generation=st.integers(1, 2), name=names, back=st.booleans())
+    def hedge(self, request, generation, name, back):
+        """Ask for another place for one that may be on an instance that hangs, which may then go on there."""
+        place = Place(f"r{request}", 10, 10, [], generation=generation, exclude=[name], patience=1.0, hedged=True)
+        self.cluster.frontend(place)
+        if back:
+            self.cluster.frontend(Settled(f"r{request}", generation - 1, name))
+        else:
+            self.cluster.frontend(Ended([f"r{request}"]))
+        self.placed.pop(request, None)
 
     @rule(request=st.integers(0, 5))
     def end(self, request):

@@ -6,7 +6,7 @@ from math import inf
 import pytest
 from msgspec import structs
 
-from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole, UnlinkPeer
+from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole, Stopped, UnlinkPeer
 from penstock.core.wire.master import (
     Begun,
     Ended,
@@ -18,9 +18,10 @@ from penstock.core.wire.master import (
     Placed,
     Queued,
     Relocate,
+    RestartInstance,
     Settled,
 )
-from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, Start, Stop, Tally, Verdict
+from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, SlowInstances, Start, Stop, Tally, Verdict
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
@@ -436,6 +437,43 @@ def test_instances_are_started_and_drained_before_they_stop():
     cluster.now = 4.0
     cluster.did()
     assert list(scaling.fleets[-1].absent) == ["b"]
+
+
+def test_a_slow_instance_is_drained_started_again_and_told_of():
+    cluster = Cluster("a", "b")
+    cluster.master._slow, cluster.policy.to = SlowInstances(after=3.0), "b"
+    cluster.place()
+
+    def works(seconds, **speeds):
+        acted = []
+        for _ in range(int(2 * seconds)):
+            cluster.now += 0.5
+            for name, speed in speeds.items():
+                life = cluster.master._sessions[name].peer.incarnation
+                cluster.engine(name, snapshot(life, int(cluster.now * 2), running=1, speed=speed, num_blocks=4))
+            acted += cluster.did()
+        return acted
+
+    assert works(3, a=1.0, b=0.2) == []
+    seen = cluster.master.overview(cluster.now).instances
+    assert [(row.speed, row.slow) for row in seen] == [
+        (1.0, ""),
+        (0.2, "0.20 of its model's speed, others 1.00; for 2 s"),
+    ]
+    assert works(1, a=1.0, b=0.2) == [ToEngine("b", Drain(1))]
+    assert ("moved", "b") in cluster.recorder.told
+    assert cluster.master.totals(cluster.now).changes == {"restart": 1}
+    cluster.say(Ended(["r"]))
+    assert works(7, a=1.0) == [], "it is not known to be empty"
+    cluster.engine("b", snapshot(1, 99, num_blocks=4, draining=True))
+    told = works(8, a=1.0)
+    assert told == [RestartInstance("b")] * 2, "the launcher may not have heard it"
+    cluster.engine("b", Stopped(1))
+    assert works(8, a=1.0) == []
+    assert cluster.master.overview(cluster.now).instances[1].slow == "it is drained and started again"
+    cluster.engine("b", ready("b", 2))
+    assert works(1, a=1.0, b=1.0) == []
+    assert cluster.master.overview(cluster.now).instances[1].slow == ""
 
 
 def test_what_scaling_says_costs_and_takes_is_told():

@@ -324,6 +324,26 @@ def test_how_it_ended_is_told(code, word):
     assert f"master ended with {word}" in running().exited("master", code, 1)
 
 
+def test_a_program_is_stopped_and_started_again():
+    """That is no death, and a stop for good has the last word."""
+    ours = running()
+    ours.retire("master", 1, again=True)
+    assert said(ours, 1) == ["stop master"]
+    ours.retire("master", 1.1, again=True)
+    assert said(ours, 1.1) == []
+    assert ours.exited("master", 0, 2) == "master was stopped, and starts again"
+    assert not ours.is_stopped("master")
+    assert said(ours, 2) == ["start master"]
+    ours.retire("master", 3, again=True)
+    ours.retire("master", 3)
+    ours.retire("master", 3, again=True)
+    assert said(ours, 3) == ["stop master"]
+    assert ours.exited("master", 0, 4) == "master was stopped"
+    ours.retire("master", 5, again=True)
+    assert said(ours, 5) == []
+    assert ours.is_stopped("master")
+
+
 def test_a_program_by_itself_is_stopped_and_started_as_it_is_told():
     spare = replace(ENGINES[1], needs=None, socket=Path("e"), starts=False)
     ours = supervisor([MASTER, spare])

@@ -21,16 +21,16 @@ from penstock.core.heartbeat import (
     read_heartbeat,
     step_limit,
 )
-from penstock.service.watch import MOVED, SUSPECT_AFTER, Vitals, Watch, read_vitals
+from penstock.service.watch import MOVED, SUSPECT_AFTER, Vitals, Watch, is_stopped, read_vitals
 from tests.helpers.waiting import eventually, until
 
 TIMEOUT = 5.0
 LOOK = 0.5
 
 
-def watched(beat, vitals_at, seconds, waits=False):
+def watched(beat, vitals_at, seconds, waits=False, early=False):
     """(when it is suspected, when it is given up, why): a process with one beat; None for what does not happen."""
-    watch, suspected, now = Watch(0.0, TIMEOUT, waits), None, 0.0
+    watch, suspected, now = Watch(0.0, TIMEOUT, waits, early), None, 0.0
     assert watch.beats(now, beat)
     while now < seconds:
         now += LOOK
@@ -94,6 +94,11 @@ def test_it_is_suspected_before_it_is_given_up():
         suspected, hung, _ = watched(Beat(1, TURN), vitals_at, 100)
         assert SUSPECT_AFTER < suspected <= SUSPECT_AFTER + 2 * LOOK < hung
     assert watched(STEP, starved, 400)[0] is None
+    stopped, hung, _ = watched(ELSEWHERE, lambda now: Vitals(stopped=now > 9), 100, early=True)
+    assert 9 < stopped <= 9 + 2 * LOOK, "others go on with what it has"
+    assert hung > 9 + TIMEOUT, "it may yet come back"
+    for vitals_at in (idle, computing, starved):
+        assert watched(STEP, vitals_at, 100, early=True) == watched(STEP, vitals_at, 100), "it may be busy"
     assert watched(ELSEWHERE, idle, 400)[0] is None
 
 
@@ -148,9 +153,10 @@ def test_the_vitals_of_a_process_and_of_what_it_started():
     try:
         eventually(lambda: read_vitals(process.pid).cpu > 2 * MOVED)
         assert not read_vitals(process.pid).stopped
+        assert not is_stopped(process.pid)
         assert read_vitals(process.pid).held_up
         os.kill(process.pid, signal.SIGSTOP)
-        eventually(lambda: read_vitals(process.pid).stopped)
+        eventually(lambda: read_vitals(process.pid).stopped and is_stopped(process.pid))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

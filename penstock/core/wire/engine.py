@@ -373,6 +373,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
             online, time per token after it, and time between the last two steps; None before there is one.
         fetch_ms: of one block from another instance, a recent mean; None before there is one.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
+        speed: of its latest steps, as a share of what they are without factors; None while there are too few.
     """
 
     incarnation: int
@@ -398,6 +399,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     interval_ms: float | None
     fetch_ms: float | None = None
     factors: dict[str, float]
+    speed: float | None = None
 
 
 class CacheDelta(msgspec.Struct, tag=True, frozen=True):
@@ -445,8 +447,25 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     requests: list[str] = []
 
 
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """The engine ends now, as it was told to: it has not failed."""
+
+    incarnation: int
+
+
 Event = (
-    Ready | StepReport | Refused | Stayed | Fetched | Slept | Snapshot | CacheDelta | LinkFailed | Inspection | Failed
+    Ready
+    | StepReport
+    | Refused
+    | Stayed
+    | Fetched
+    | Slept
+    | Snapshot
+    | CacheDelta
+    | LinkFailed
+    | Inspection
+    | Failed
+    | Stopped
 )
 
 decode_command = decoder(Command).decode

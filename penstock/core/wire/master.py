@@ -70,7 +70,8 @@ class Place(msgspec.Struct, tag=True, frozen=True):
         ttft_ms, tpot_ms, offline: see `core.request.Request`.
         chat: the conversation that it belongs to; "" when that is not known.
         patience: seconds that it waits for an instance that could take it, when there is none.
-        interrupted: it ran before, on an instance that was lost.
+        interrupted: it ran before, on an instance that was lost or may hang.
+        hedged: it still runs there, on one that may hang: it gets a place only where there is room for it now.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     chat: str = ""
     patience: float = 0.0
     interrupted: bool = False
+    hedged: bool = False
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
@@ -96,7 +98,11 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 
 class Settled(msgspec.Struct, tag=True, frozen=True):
-    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was."""
+    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was.
+
+    Attributes:
+        generation: the attempt that goes on; what was asked for later ones is not wanted any more.
+    """
 
     request_id: str
     generation: int
@@ -241,7 +247,7 @@ class FleetTotals(msgspec.Struct, frozen=True):
     Attributes:
         instance_seconds: for which they held devices: from their start until they had stopped.
         instances: that do now.
-        changes: that a scaling policy made: how many of "start", "stop" and "move".
+        changes: how many of "start", "stop" and "move" a scaling policy made, and of "restart" for being slow.
     """
 
     instance_seconds: float = 0.0
@@ -319,6 +325,16 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         return next((leg.peer for leg in self.route if leg.stage == stage), None)
 
 
+class Troubles(msgspec.Struct, tag=True, frozen=True):
+    """What launchers say of their instances has changed.
+
+    Attributes:
+        troubles: all of it, as in `HostReport`.
+    """
+
+    troubles: dict[str, str]
+
+
 class NoPlace(msgspec.Struct, tag=True, frozen=True):
     """No instance can take it now."""
 
@@ -345,7 +361,8 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
         held_tokens: whose KV is there or will be.
         used_blocks: of `num_blocks`; those that only the prefix cache keeps are not used.
         migrating, migration_queue: sequences that leave it, and that wait for blocks to come to it.
-        ttft_ms, tpot_ms, interval_ms: see `Snapshot`.
+        ttft_ms, tpot_ms, interval_ms, speed: see `Snapshot`.
+        slow: that it is, how much, and what is done about it; "" when it is not.
     """
 
     name: str
@@ -363,6 +380,8 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     interval_ms: float | None = None
+    speed: float | None = None
+    slow: str = ""
 
 
 class DecisionOverview(msgspec.Struct, frozen=True):
@@ -387,7 +406,7 @@ class MoveOverview(msgspec.Struct, frozen=True):
 
     Attributes:
         at: when, UTC.
-        what: "move", "start" or "stop"; the last has no role.
+        what: "move", "start", "stop" or "restart"; the last two have no role.
     """
 
     at: str
@@ -491,6 +510,12 @@ class StopInstance(msgspec.Struct, tag=True, frozen=True):
     name: str
 
 
+class RestartInstance(msgspec.Struct, tag=True, frozen=True):
+    """Stop the instance, which has no requests left, and start another incarnation of it."""
+
+    name: str
+
+
 class HostTaken(msgspec.Struct, tag=True, frozen=True):
     """The launcher's instances are part of this deployment: the answer to each of its reports.
 
@@ -509,7 +534,7 @@ class HostRefused(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToLauncher = StartInstance | StopInstance | HostTaken | HostRefused
+ToLauncher = StartInstance | StopInstance | RestartInstance | HostTaken | HostRefused
 
 
 class Relocate(msgspec.Struct, tag=True, frozen=True):
@@ -527,7 +552,7 @@ class Relocate(msgspec.Struct, tag=True, frozen=True):
 
 
 MasterMessage = Joined | Placed | NoPlace | Queued | Relocate | Members
-FromMaster = MasterMessage | Overview | History | EngineEnded
+FromMaster = MasterMessage | Overview | History | EngineEnded | Troubles
 
 decode_to_master = decoder(ToMaster).decode
 decode_from_master = decoder(FromMaster).decode

@@ -37,6 +37,7 @@ from penstock.sched.cluster.columns import Instances, ViewQueue
 from penstock.sched.cluster.dispatch import Immediate, LeastLoaded, RoundRobin
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.rtp_llm import make_rtp_llm
+from penstock.sched.cluster.slow import Pace, Restart, SlowInstances
 from penstock.sched.cluster.stages import hands_over
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.cluster.xllm import Xllm
@@ -69,13 +70,16 @@ __all__ = [
     "Migration",
     "MigrationPolicy",
     "Move",
+    "Pace",
     "PrioritySLO",
     "Random",
     "Rates",
     "Resident",
+    "Restart",
     "RolePolicy",
     "Scaled",
     "ScalingPolicy",
+    "SlowInstances",
     "Stage",
     "Start",
     "Stop",

@@ -246,6 +246,7 @@ class Intake:
             interval_ms=measured.interval_ms,
             fetch_ms=None if self.handoffs is None else self.handoffs.fetch_side.block_ms,
             factors=measured.factors,
+            speed=measured.speed,
         )
 
     # --- what hand-offs tell

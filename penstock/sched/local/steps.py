@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 MOST = 2  # steps in flight: one that runs, and one that begins as soon as that has ended
 WEIGHT = 0.1  # of the newest value in a mean
 LEARN_EVERY = 0.05  # seconds between two steps that are compared with predictions, which costs time
+PACE_EVERY = 7  # steps, of which the time of one is compared with what it would be without factors
 CHECK_EVERY = 0.5  # the same once they are right
 
 
@@ -221,6 +222,7 @@ class Measurements:
         self.learner: FactorLearner | None = None
         self._times: StepTime | None = None
         self._learn_at = -inf
+        self._pace_in = PACE_EVERY  # steps
         self._last_step: float | None = None
 
     def learn(self, device: DeviceModel | None, shape: ModelShape | None) -> StepTime | None:
@@ -238,6 +240,11 @@ class Measurements:
         if times is not None and learner is not None and times.factors is not self.factors:
             times = self._times = StepTime(times.device, times.shape, self.factors, learner.spread)
         return times
+
+    @property
+    def speed(self) -> float | None:
+        """Of its steps, as a share of what they are without factors; None while that is not known."""
+        return None if self.learner is None else self.learner.speed
 
     def stamp(self, sequence: Sequence, output: TokenOutput, now: float) -> None:
         """A sequence has its first output, or its last, which then says where its time went, if all of it was here."""
@@ -268,6 +275,10 @@ class Measurements:
         """
         learner, start, learned = self.learner, 0, False
         prefills, decodes, kv_tokens, rows = plan.work
+        self._pace_in -= len(ends)
+        if learner is not None and self._pace_in <= 0:
+            self._pace_in = PACE_EVERY
+            learner.pace(prefills, decodes, kv_tokens + after * decodes, rows, (ends[0] - began) * 1e3)
         while start < len(ends):
             learn = len(ends) if learner is None else bisect_left(ends, self._learn_at, start)
             stop = min(learn + 1, len(ends))

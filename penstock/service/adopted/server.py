@@ -42,6 +42,7 @@ from penstock.core.wire.engine import (
     Snapshot,
     Stayed,
     StepReport,
+    Stopped,
     WakeUp,
     decode_command,
 )
@@ -164,6 +165,8 @@ class AdoptedServer:
             done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            for client in self._clients:
+                self._send(client, Stopped(self._incarnation))
         except PenstockError as error:
             for client in self._clients:
                 self._send(client, Failed(str(error)))
