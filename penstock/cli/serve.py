@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.core.clock import SystemClock
     from penstock.service.launcher import Launcher
     from penstock.service.programs import make_program
-    from penstock.service.supervisor import Restart, Supervisor
+    from penstock.service.supervisor import RestartPolicy, Supervisor
 
     values = read_options(OPTIONS, args, os.environ)
     directory = find_checkpoint(args.model)
@@ -196,7 +196,8 @@ def run(args: argparse.Namespace) -> int:
         settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
         place = {"address": settings["address"], "socket": folder / ENGINE}
         program = make_program(ENGINE, "engine", settings, folder / "heartbeat", **place)
-        restart = Restart(backoff=0.5, limit=2, heartbeat_timeout=5.0)  # the third failure in a row ends the server
+        # the third failure in a row ends the server
+        restart = RestartPolicy(backoff=0.5, limit=2, heartbeat_timeout=5.0)
         supervisor = Supervisor([program], restart, server.drain_timeout)
         clock = SystemClock()
         with contextlib.closing(Launcher([program], supervisor, clock, {})) as launcher:

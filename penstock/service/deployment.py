@@ -17,7 +17,7 @@ from penstock.core.wire.engine import Role
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.policies import BUNDLES
 from penstock.service.settings_file import Setting, SettingsFile, Spot
-from penstock.service.supervisor import Restart
+from penstock.service.supervisor import RestartPolicy
 
 # part of process names, socket paths and metrics' labels; short, because a socket's path has at most 107 bytes
 GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
@@ -248,7 +248,7 @@ class Deployment:
     lease: float
     transport: Transport | None
     orphans: float | None
-    restart: Restart
+    restart: RestartPolicy
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     live_roles: bool = False
     scaling: Scaling | None = None
@@ -334,7 +334,7 @@ class _Parser:
         transport = _defaults(tables.transport) | known | file.values(transport_spots, tables.transport)
         faults = self._faults(transport_spots.get("faults"))
         orphans = self._section("kv-pool", tables.kv_pool)["orphans"]
-        restart = Restart(**self._section("restart", tables.restart))
+        restart = RestartPolicy(**self._section("restart", tables.restart))
         cluster = self._cluster(cluster_defaults)
         ray = self._ray(top.pop("launcher"))
         groups = self._groups()

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from statistics import median
 
 from penstock.core.wire.master import FleetTotals, StartTotals
-from penstock.sched.cluster import Move, Restart, Start, Stop
+from penstock.sched.cluster import FleetChange
 
 LATELY = 5  # starts, whose median is what the next is expected to take
 UNKNOWN = "unknown"  # path of a start of which the engine does not say how it came to its weights
@@ -66,7 +66,7 @@ class FleetAccount:
             self._sums[path] = self._sums.get(path, 0.0) + seconds
             self._latest.append(seconds)
 
-    def changed(self, change: Start | Stop | Move | Restart) -> None:
+    def changed(self, change: FleetChange) -> None:
         """It was decided on."""
         self._changes[type(change).__name__.lower()] += 1
 

@@ -43,7 +43,7 @@ from penstock.core.wire.master import (
     Troubles,
     decode_to_master,
 )
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Restart, Start, Stop, Verdict
+from penstock.sched.cluster import ClusterView, Decision, Demand, FleetChange, Later, Migration, Verdict
 from penstock.service.channel import Channels, EngineChannel, Inbox
 from penstock.service.events import (
     FromEngine,
@@ -85,7 +85,7 @@ class Minutes:
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
         self._due.append(partial(self.recorder.held, now, demand, request_id, frontend, later))
 
-    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None:
+    def moved(self, now: float, move: FleetChange) -> None:
         self._due.append(partial(self.recorder.moved, now, move))
 
     def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Protocol
 
 from penstock.core.wire.master import Outcome
-from penstock.sched.cluster import ClusterView, Decision, Demand, Later, Migration, Move, Restart, Start, Stop, Verdict
+from penstock.sched.cluster import ClusterView, Decision, Demand, FleetChange, Later, Migration, Verdict
 
 DECISIONS = 10_000  # kept at most
 LOADS = 200_000  # instances' loads and waiting demands that they refer to, at most
@@ -64,7 +64,7 @@ class MovedEntry:
     """An instance changes its role, is started, or is stopped."""
 
     now: float
-    move: Move | Start | Stop | Restart
+    move: FleetChange
     weight = 1
 
 
@@ -121,7 +121,7 @@ class Recorder(Protocol):
         self, now: float, view: ClusterView, demand: Demand, request_id: str, frontend: str, decision: Decision
     ) -> None: ...
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None: ...
-    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None: ...
+    def moved(self, now: float, move: FleetChange) -> None: ...
     def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None: ...
     def relocated(self, now: float, at: str, migration: Migration) -> None: ...
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None: ...
@@ -154,7 +154,7 @@ class FlightRecorder:
     def held(self, now: float, demand: Demand, request_id: str, frontend: str, later: Later) -> None:
         self._add(HeldEntry(now, request_id, frontend, demand, later.at))
 
-    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None:
+    def moved(self, now: float, move: FleetChange) -> None:
         self._add(MovedEntry(now, move))
 
     def scaled(self, now: float, verdicts: Sequence[Verdict]) -> None:

@@ -25,6 +25,7 @@ from penstock.sched.cluster import (
     ClusterView,
     Decision,
     Demand,
+    FleetChange,
     InstanceLoad,
     Move,
     Rates,
@@ -364,12 +365,12 @@ def _shown(view: ClusterView, named: Set[str]) -> Sequence[InstanceLoad]:
     return shown
 
 
-def _move_record(move: Move | Start | Stop | Restart) -> MoveRecord:
+def _move_record(move: FleetChange) -> MoveRecord:
     role = None if isinstance(move, Stop | Restart) else move.role
     return MoveRecord(type(move).__name__.lower(), move.name, role, move.reason)
 
 
-def _move(record: MoveRecord) -> Move | Start | Stop | Restart:
+def _move(record: MoveRecord) -> FleetChange:
     if record.kind == "restart":
         return Restart(name=record.name, reason=record.reason)
     if record.role is None:

@@ -23,7 +23,7 @@ DRAIN_GRACE = 10.0  # seconds beyond the drain timeout that a frontend gets, bec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
+class RestartPolicy:
     """
     Attributes:
         backoff: seconds until a failed process is restarted; doubles with every failure in a row.
@@ -137,13 +137,13 @@ class Supervisor:
         drain_timeout: seconds that running requests get to finish.
 
     Attributes:
-        heartbeat_timeout: see `Restart`.
+        heartbeat_timeout: see `RestartPolicy`.
         over: no process runs, and none will be started.
         exit_code: 0 when it was told to stop; else what the deployment ended with.
         failure: why it ended by itself; "" when it did not.
     """
 
-    def __init__(self, programs: Sequence[Program], restart: Restart, drain_timeout: float) -> None:
+    def __init__(self, programs: Sequence[Program], restart: RestartPolicy, drain_timeout: float) -> None:
         self._places = {program.name: _Place(program, 0.0 if program.starts else None) for program in programs}
         self._restart = restart
         self.heartbeat_timeout = restart.heartbeat_timeout

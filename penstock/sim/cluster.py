@@ -31,13 +31,10 @@ from penstock.sched.cluster import (
     ClusterView,
     Decision,
     Demand,
+    FleetChange,
     Later,
     Migration,
-    Move,
     Random,
-    Restart,
-    Start,
-    Stop,
     Verdict,
 )
 from penstock.sched.cluster.columns import least
@@ -112,7 +109,7 @@ class Cluster:
     ) -> None:
         self.timeline = Timeline(lanes=2)
         self.samples: list[tuple[float, dict[str, Sample]]] = []
-        self.changes: list[tuple[float, Move | Start | Stop | Restart]] = []
+        self.changes: list[tuple[float, FleetChange]] = []
         self.starts: list[tuple[float, Path, float]] = []
         self.judged = range(len(requests)) if judged is None else judged
         self.ended = 0
@@ -473,7 +470,7 @@ class _Costs:
     def __init__(
         self,
         records: Sequence[SimRecord],
-        changes: list[tuple[float, Move | Start | Stop | Restart]],
+        changes: list[tuple[float, FleetChange]],
         other: Recorder | None,
     ) -> None:
         self._records, self._changes, self._other = records, changes, other
@@ -502,7 +499,7 @@ class _Costs:
         if self._other is not None:
             self._other.scaled(now, verdicts)
 
-    def moved(self, now: float, move: Move | Start | Stop | Restart) -> None:
+    def moved(self, now: float, move: FleetChange) -> None:
         self._changes.append((now, move))
         if self._other is not None:
             self._other.moved(now, move)

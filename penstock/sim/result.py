@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.sched.cluster import Move, Restart, Start, Stop
+from penstock.sched.cluster import FleetChange, Restart, Stop
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import SimRecord
 from penstock.sim.slots import Sample, Use
@@ -185,7 +185,7 @@ class Account:
     samples: list[tuple[float, dict[str, Sample]]]
     instances: dict[str, Use]
     instance_seconds: float
-    changes: list[tuple[float, Move | Start | Stop | Restart]]
+    changes: list[tuple[float, FleetChange]]
     starts: list[tuple[float, str, float]]
 
 

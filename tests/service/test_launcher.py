@@ -25,7 +25,7 @@ from penstock.service.launcher import Launcher
 from penstock.service.process import TO_ALL
 from penstock.service.programs import plan
 from penstock.service.spawner import LocalProcess, LocalSpawner
-from penstock.service.supervisor import Program, Restart, Supervisor
+from penstock.service.supervisor import Program, RestartPolicy, Supervisor
 from tests.helpers.waiting import eventually
 
 STAY = "trap 'exit 0' USR1; while :; do sleep 0.02; done"
@@ -45,7 +45,7 @@ def shell(name, script, kind="frontend", **more):
 
 def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, **more):
     """Run until the end, while `drive` runs beside it."""
-    restart = Restart(backoff=backoff, limit=limit, heartbeat_timeout=1)
+    restart = RestartPolicy(backoff=backoff, limit=limit, heartbeat_timeout=1)
     supervisor = Supervisor(programs, restart, drain_timeout=5)
     thread = threading.Thread(target=drive)
     thread.start()
@@ -356,7 +356,7 @@ def test_who_was_stopped_together_with_the_launcher_does_not_hang(tmp_path, capl
 
     launched, look = [], Launcher._look
     monkeypatch.setattr(Launcher, "_look", lambda self: launched.append(look(self)) or launched[-1])
-    supervisor = Supervisor([process], Restart(backoff=1, limit=0, heartbeat_timeout=1), drain_timeout=5)
+    supervisor = Supervisor([process], RestartPolicy(backoff=1, limit=0, heartbeat_timeout=1), drain_timeout=5)
     thread = threading.Thread(target=drive)
     thread.start()
     assert Launcher([process], supervisor, clock, {}).run() == 0

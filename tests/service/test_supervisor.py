@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.service.supervisor import DRAIN_GRACE, STEADY, STOP_GRACE, Program, Restart, Supervisor
+from penstock.service.supervisor import DRAIN_GRACE, STEADY, STOP_GRACE, Program, RestartPolicy, Supervisor
 
 KV_POOL = Program(name="kv-pool", kind="kv_pool", command=())
 ENGINES = [Program(name=f"engine-{i}", kind="engine", command=(), needs="kv-pool") for i in range(2)]
@@ -17,7 +17,7 @@ PROGRAMS = [KV_POOL, *ENGINES, MASTER, FRONTEND]
 
 
 def supervisor(programs=PROGRAMS, backoff=1.0, limit=3):
-    return Supervisor(programs, Restart(backoff=backoff, limit=limit, heartbeat_timeout=5), drain_timeout=20)
+    return Supervisor(programs, RestartPolicy(backoff=backoff, limit=limit, heartbeat_timeout=5), drain_timeout=20)
 
 
 def said(supervisor, now):

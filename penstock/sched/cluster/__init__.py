@@ -12,6 +12,7 @@ from penstock.sched.cluster.base import (
     Demand,
     DispatchPolicy,
     Fleet,
+    FleetChange,
     InstanceLoad,
     Key,
     Later,
@@ -22,6 +23,7 @@ from penstock.sched.cluster.base import (
     Random,
     Rates,
     Resident,
+    Restart,
     RolePolicy,
     Scaled,
     ScalingPolicy,
@@ -37,7 +39,7 @@ from penstock.sched.cluster.columns import Instances, ViewQueue
 from penstock.sched.cluster.dispatch import Immediate, LeastLoaded, RoundRobin
 from penstock.sched.cluster.hfx import HFX
 from penstock.sched.cluster.rtp_llm import make_rtp_llm
-from penstock.sched.cluster.slow import Pace, Restart, SlowInstances
+from penstock.sched.cluster.slow import Pace, SlowInstances
 from penstock.sched.cluster.stages import hands_over
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.cluster.xllm import Xllm
@@ -62,6 +64,7 @@ __all__ = [
     "Demand",
     "DispatchPolicy",
     "Fleet",
+    "FleetChange",
     "Immediate",
     "InstanceLoad",
     "Instances",

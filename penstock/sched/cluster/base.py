@@ -463,6 +463,16 @@ class Stop(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Restart(Struct, frozen=True, kw_only=True):
+    """Drain an instance, and start it again."""
+
+    name: str
+    reason: str
+
+
+FleetChange = Start | Stop | Move | Restart
+
+
 class Verdict(Struct, frozen=True, kw_only=True):
     """What was found about a stage, and what follows.
 

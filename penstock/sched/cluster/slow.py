@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from penstock.sched.cluster.base import Restart
 
 if TYPE_CHECKING:
     from penstock.core.wire.engine import Role
@@ -26,13 +26,6 @@ LOOK = 2.0  # seconds that count between two looks at most: whoever looks may ha
 SETTLES = 60.0  # seconds from one restart's end to the next
 BACKOFF, MOST_BACKOFF = 600.0, 86_400.0  # seconds from an instance's first restart to its second, and at most
 GIVES_UP = 900.0  # seconds after which a restart is waited for no longer
-
-
-class Restart(Struct, frozen=True, kw_only=True):
-    """Drain an instance, and start it again."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
