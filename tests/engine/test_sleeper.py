@@ -2,10 +2,9 @@
 
 import json
 import os
-import re
 from contextlib import closing
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,15 +61,13 @@ def ask(built, name="a", **changes):
 
 
 def resident(address, length):
-    """Bytes of a stretch of this process's addresses that have memory."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            start, end = int(mapping[1], 16), int(mapping[2], 16)
-            inside = start < address + length and address < end
-        elif inside and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
-    return found
+    """Bytes of a stretch of this process's addresses that have memory. Not by mappings: of two side by side the system
+    makes one."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = address // page, (address + length - 1) // page
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        entries = np.frombuffer(os.pread(pages.fileno(), 8 * (last - first + 1), 8 * first), np.uint64)
+    return page * int(np.count_nonzero(entries >> np.uint64(62)))  # present, or swapped out
 
 
 def kv_bytes(built):
