@@ -17,7 +17,7 @@ from penstock.engine.poison import HOW, Poison
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
-from penstock.service.deployment import Tables
+from penstock.service.deployment_file import Tables
 from penstock.service.etcd import read_etcd_address
 from penstock.service.policies import BUNDLES
 from penstock.transfer.faulty import MESSAGES

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; then what runs here may finish. Exit codes as of `penstock up`."""
     from penstock.cli.deployment import TABLES
     from penstock.cli.up import launch, read
-    from penstock.service.deployment import registry_in
+    from penstock.service.deployment_file import registry_in
     from penstock.service.etcd import read_settings
 
     text = read_text(args.file, f"{args.file}:")

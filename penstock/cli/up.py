@@ -102,7 +102,7 @@ def _check_checkpoint(deployment: Deployment) -> None:
 def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:
     """Raises ConfigError, with a line for each mistake."""
     from penstock.cli.deployment import TABLES
-    from penstock.service.deployment import parse
+    from penstock.service.deployment_file import parse
 
     secret = os.environ.get(SECRET)
     return parse(file, text, TABLES, overrides, total_memory(), {"secret": secret or None}, common)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cli.deployment import TABLES
 from penstock.cli.main import main
-from penstock.service.deployment import parse
+from penstock.service.deployment_file import parse
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from penstock.cli.deployment import TABLES
 from penstock.cli.up import environments, warnings_about
 from penstock.core.errors import ConfigError
-from penstock.service.deployment import parse
+from penstock.service.deployment_file import parse
 
 
 def deployment(top=""):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
 from penstock.engine.modelled import ModelledOptions
-from penstock.service.deployment import parse, registry_in
+from penstock.service.deployment_file import parse, registry_in
 from penstock.service.policies import BUNDLES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

@@ -20,7 +20,7 @@ from penstock.core.heartbeat import Heartbeat
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance, decode_to_master
-from penstock.service.deployment import parse
+from penstock.service.deployment_file import parse
 from penstock.service.launcher import Launcher
 from penstock.service.process import TO_ALL
 from penstock.service.programs import plan

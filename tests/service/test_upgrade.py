@@ -10,7 +10,7 @@ from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
 from penstock.service.checkpoint import DEMO, fingerprint
 from penstock.service.control import ControlSocket, ask
-from penstock.service.deployment import parse
+from penstock.service.deployment_file import parse
 from penstock.service.difference import difference
 from penstock.service.rollout import Rollout, Step
 from penstock.service.supervisor import Program
