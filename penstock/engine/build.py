@@ -242,7 +242,8 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
 
 def _disk_blocks(options: EngineOptions, layout: KVLayout) -> int:
     """KV blocks of the tier on disk; 0 where none is asked for. Raises ConfigError."""
-    size = None if options.disk_cache is None else options.disk_cache_size or SIZE
+    asked = SIZE if options.disk_cache_size is None else options.disk_cache_size
+    size = None if options.disk_cache is None else asked
     return tier_blocks(size, layout.block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
 
 

@@ -232,9 +232,9 @@ def open_disk_tier(cache: KVCache, directory: str, num_slots: int) -> DiskTier:
     """Open the tier below a cache, with so many slots and what an engine before this one has left in them. Raises
     ConfigError when the directory cannot be used."""
     try:
-        slots = DiskSlots(cache, Path(directory), num_slots)
-    except OSError as error:
-        reason = error.strerror or str(error)
+        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots)
+    except (OSError, RuntimeError) as error:  # as where there is no such user
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{OPTION}: {directory!r} cannot be used ({reason}), allowed is a folder", OPTION) from None
     tier = Tier(num_slots, "disk")
     tier.restore(slots.kept)

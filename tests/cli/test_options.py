@@ -167,6 +167,7 @@ def penstock(*argv):
         (["serve", "--port", "http"], "penstock: --port: 'http', allowed is"),
         (["serve", "--no-such-flag"], "(see penstock serve --help)"),
         (["serve", "/no/such/folder"], "penstock: "),
+        (["serve", "demo", "--disk-cache", "~nobody-here/x"], "penstock: --disk-cache: '~nobody-here/x', allowed is"),
         (["nonsense"], "nonsense"),
         ([], "penstock: "),
         (["bench", "serve", "--num-prompts", "-3"], "--num-prompts: '-3', allowed is"),

@@ -289,10 +289,11 @@ def options_of(checkpoint, **changes):
     )  # fmt: skip
 
 
-def test_built_from_options(checkpoint, tmp_path):
+def test_built_from_options(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     tokens = []
-    for _ in range(2):
-        options = options_of(checkpoint, disk_cache=str(tmp_path / "a" / "b"), disk_cache_size=20 * BLOCK_BYTES + 5)
+    for folder in (tmp_path / "a" / "b", "~/a/b"):
+        options = options_of(checkpoint, disk_cache=str(folder), disk_cache_size=20 * BLOCK_BYTES + 5)
         built = build_engine(options, SystemClock())
         collector = Collector(built.engine)
         tokens.append(collector.run(make_request("first", prompt_of(0, 250)))["first"])
@@ -309,7 +310,9 @@ def test_built_from_options(checkpoint, tmp_path):
     [
         ({"disk_cache_size": 1 << 30}, "disk-cache-size: 1.0 GiB, allowed only with disk-cache"),
         ({"disk_cache": "/proc/none"}, "disk-cache: '/proc/none' cannot be used .*, allowed is a folder"),
+        ({"disk_cache": "~nobody-here"}, "disk-cache: '~nobody-here' cannot be used .*, allowed is a folder"),
         ({"disk_cache": "/tmp", "disk_cache_size": 5000}, "disk-cache-size: 0.0 MiB, at least one block"),
+        ({"disk_cache": "/tmp", "disk_cache_size": 0}, "disk-cache-size: 0.0 MiB, at least one block"),
         ({"disk_cache": "/tmp", "prefix_cache": False}, "disk-cache-size: 16.0 GiB without prefix caching"),
         ({"disk_cache": "/tmp", "tensor_parallel_size": 2}, "disk-cache: '/tmp', not supported yet with tensor-par"),
     ],
