@@ -161,6 +161,13 @@ def penstock(*argv):
     )
 
 
+def test_folders_are_the_same_ones_for_processes_that_run_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    for option in (option for option in serve.OPTIONS if option.name in ("disk-cache", "record-requests")):
+        assert [option.read(name, "") for name in ("~/x", "x")] == ["/home/me/x", str(tmp_path / "x")]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
