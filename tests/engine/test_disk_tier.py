@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
@@ -303,6 +305,26 @@ def test_built_from_options(checkpoint, tmp_path, monkeypatch):
         built.close()
     assert tokens[0] == tokens[1]
     assert found == 3 * BLOCK_TOKENS
+
+
+def test_of_weights_that_have_changed_anywhere_nothing_is_found(checkpoint, tmp_path):
+    """Also where that is behind the first bytes of each tensor, by which checkpoints are told apart else."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    found = []
+    for _ in range(2):
+        built = build_engine(options_of(model, disk_cache=str(tmp_path / "disk")), SystemClock())
+        collector = Collector(built.engine)
+        collector.run(make_request("first", prompt_of(0, 250)))
+        built.engine.settle()
+        found.append((built.layout.model, collector.cached["first"]))
+        built.close()
+        (weights,) = model.glob("*.safetensors")
+        with safe_open(weights, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors["model.embed_tokens.weight"][-1] += 1
+        save_file(tensors, weights, {"format": "pt"})
+    assert found == [(built.layout.model, 0)] * 2
 
 
 @pytest.mark.parametrize(
