@@ -276,19 +276,20 @@ class LLM:
         self._given_back.update(PARTS)
         self._memory.sleep(self._asleep, self._engine.clear_cache())
 
-    def wake_up(self, tags: Sequence[Part] | None = None) -> None:
+    def wake_up(self, tags: Part | Sequence[Part] | None = None) -> None:
         """Take the memory up again. Tokens are the same as before.
 
         Args:
-            tags: parts of it, "weights" and "kv_cache"; None is all.
+            tags: parts of it, "weights" and "kv_cache", or a single one; None is all.
 
         Raises:
             ConfigError: the checkpoint is not what it was, or cannot be read, or there is no room.
         """
-        for tag in tags or ():
+        asked: Sequence[str] = [tags] if isinstance(tags, str) else tags or PARTS
+        for tag in asked:
             if tag not in PARTS:
                 raise InvalidRequest(f"tags: {tag!r}, allowed are {', '.join(PARTS)}", "tags")
-        parts = [part for part in PARTS if part in (tags or PARTS) and part in self._given_back]
+        parts = [part for part in PARTS if part in asked and part in self._given_back]
         self._memory.wake_up(parts)
         self._given_back.difference_update(parts)
         if parts and not self._given_back:

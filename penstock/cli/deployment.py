@@ -284,7 +284,7 @@ TABLES = Tables(
         ),
         Option(
             "slow-after",
-            number(0, 86_400),
+            between(0, 86_400),
             60.0,
             "seconds of work after which a slow engine is drained and restarted; 0 for never",
         ),

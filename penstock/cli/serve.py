@@ -29,7 +29,10 @@ def device(name: str) -> str:
 
 def folder(name: str) -> str:
     """Its path from the root: what uses it may run elsewhere. It need not be there."""
-    return str(Path(text(name)).expanduser().absolute())
+    try:
+        return str(Path(text(name)).expanduser().absolute())
+    except RuntimeError:
+        raise ValueError("a folder, where it begins with ~ of a user that there is") from None
 
 
 ENGINE_OPTIONS = (
@@ -156,7 +159,7 @@ SERVER_OPTIONS = (
     Option("enable-sleep-mode", switch, False, "serve /sleep and /wake_up, by which engines give back their memory"),
     Option(
         "record-requests",
-        text,
+        folder,
         None,
         "folder where prompts, sampling fields and tokens of all requests are written, for `penstock replay`; by "
         "default they are written nowhere",

@@ -243,7 +243,7 @@ def body_of(request: RecordedRequest, model: str) -> dict[str, Any]:
     most = request.max_tokens
     if any(output.finish_reason is None for output in request.outputs):
         most = max(1, *(len(output.tokens) for output in request.outputs))
-        params["min_tokens"] = min(params.get("min_tokens", 0), most)
+    params["min_tokens"] = min(params.get("min_tokens", 0), most)  # more than there was room for, too
     if params.get("logprobs") == ALL_LOGPROBS:  # which chats alone may have; the tokens are the same
         params["logprobs"] = MAX_LOGPROBS
     body = {"model": model, "prompt": request.prompt, **params, "seed": request.seed, "max_tokens": most}

@@ -160,7 +160,8 @@ async def deployed(drill: Drill, place: Place, named: str) -> AsyncIterator[Depl
 
 def _placed(content: Mapping[str, Any], host: int, hosts: Hosts, drill: Drill, place: Place) -> dict[str, Any]:
     """A host's deployment file."""
-    settings = dict(content) | {"log-format": "json", "log-level": "info"}
+    settings = {name.replace("_", "-"): value for name, value in content.items()}
+    settings |= {"log-format": "json", "log-level": "info"}
     if "flight-recorder" in settings:  # on the disk that may be full, and no file of another run
         settings["flight-recorder"] = str((place.temporary if drill.disks else place.folder) / "recorder")
     if len(hosts.addresses) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.nn import native
+from penstock.nn.loader import file_times
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -175,7 +177,8 @@ def _build(
     if slots:
         mover, offload = open_host_tier(cache, slots), Offload(blocks, Tier(slots))
     elif options.disk_cache is not None:  # never below a tier in the host's memory, which a CPU does not have
-        mover, tier, block_seconds = open_disk_tier(cache, options.disk_cache, on_disk)
+        weights = file_times(Path(options.model))
+        mover, tier, block_seconds = open_disk_tier(cache, options.disk_cache, on_disk, weights)
         offload = Offload(blocks, tier, block_seconds)
     scheduler = Scheduler(
         limits,
@@ -242,7 +245,8 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
 
 def _disk_blocks(options: EngineOptions, layout: KVLayout) -> int:
     """KV blocks of the tier on disk; 0 where none is asked for. Raises ConfigError."""
-    size = None if options.disk_cache is None else options.disk_cache_size or SIZE
+    asked = SIZE if options.disk_cache_size is None else options.disk_cache_size
+    size = None if options.disk_cache is None else asked
     return tier_blocks(size, layout.block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
 
 

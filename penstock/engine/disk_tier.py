@@ -120,6 +120,7 @@ class DiskSlots:
     Args:
         cache: whose blocks are copied; in the host's memory.
         directory: DIR, above.
+        weights: tells those of the layout's `model` from what the same files had in them at another time.
 
     Attributes:
         folder: of this engine alone.
@@ -129,7 +130,7 @@ class DiskSlots:
         OSError: the directory cannot be used.
     """
 
-    def __init__(self, cache: KVCache, directory: Path, num_slots: int) -> None:
+    def __init__(self, cache: KVCache, directory: Path, num_slots: int, weights: str = "") -> None:
         assert cache.slots.is_cpu
         self.block_bytes = size = cache.layout.block_bytes
         self._cache: KVCache | None = cache
@@ -137,7 +138,7 @@ class DiskSlots:
         self._buffer = mmap.mmap(-1, size)
         self._held = -1  # the slot whose content is there
         with ExitStack() as stack:
-            self.folder, lock = _own_folder(directory / _name(cache.layout))
+            self.folder, lock = _own_folder(directory / _name(cache.layout, weights))
             stack.callback(os.close, lock)
             self.block_seconds, direct = self._tried(self.folder / "trial")
             self._fd = _opened(self.folder / "blocks", direct)
@@ -228,13 +229,17 @@ class DiskSlots:
         return slot * self.block_bytes
 
 
-def open_disk_tier(cache: KVCache, directory: str, num_slots: int) -> DiskTier:
+def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str = "") -> DiskTier:
     """Open the tier below a cache, with so many slots and what an engine before this one has left in them. Raises
-    ConfigError when the directory cannot be used."""
+    ConfigError when the directory cannot be used.
+
+    Args:
+        weights: see `DiskSlots`.
+    """
     try:
-        slots = DiskSlots(cache, Path(directory), num_slots)
-    except OSError as error:
-        reason = error.strerror or str(error)
+        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights)
+    except (OSError, RuntimeError) as error:  # as where there is no such user
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{OPTION}: {directory!r} cannot be used ({reason}), allowed is a folder", OPTION) from None
     tier = Tier(num_slots, "disk")
     tier.restore(slots.kept)
@@ -273,9 +278,9 @@ def check_disk_tier(directory: str | None, size: int | None, device: torch.devic
         )
 
 
-def _name(layout: KVLayout) -> str:
+def _name(layout: KVLayout, weights: str) -> str:
     """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
-    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), sorted(asdict(layout).items()))
+    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), weights, sorted(asdict(layout).items()))
     return blake2b(repr(parts).encode(), digest_size=8, person=b"penstock.disk").hexdigest()
 
 

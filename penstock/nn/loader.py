@@ -334,17 +334,18 @@ def identity(directory: Path) -> str:
 
 
 def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
-    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
-
-    The ctime of a file cannot be forged, so changes that `identity` does not read are detected even with the former
-    mtime.
-    """
+    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does."""
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
     digest.update(f"{dtype} {layout()} {shard.rank} {shard.size} with bounded logits".encode())
-    for path in weight_files(directory):
-        stat = path.stat()
-        digest.update(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
+    digest.update(file_times(directory).encode())
     return digest.hexdigest()
+
+
+def file_times(directory: Path) -> str:
+    """Of a checkpoint's weights, and their sizes, for what outlives an engine. The ctime of a file cannot be forged, so
+    changes that `identity` does not read are detected even with the former mtime. Raises ConfigError."""
+    stats = [path.stat() for path in weight_files(directory)]
+    return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
 
 
 def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any]) -> str:

@@ -140,13 +140,17 @@ class RequestRecorder:
         """All of them, or none."""
         content = b"".join(lines)
         try:
-            end = os.fstat(self._file).st_size
-            if end + len(content) > self._limit and end:
+            status = os.fstat(self._file)
+            is_full = status.st_size and status.st_size + len(content) > self._limit
+            is_removed = not status.st_nlink
+            if is_full and not is_removed:
                 with suppress(FileNotFoundError):
                     self._path.replace(older_file(self._path))
+            if is_full or is_removed:
                 file = self._open()
                 os.close(self._file)
-                self._file, end = file, 0
+                self._file = file
+            end = os.fstat(self._file).st_size
             try:
                 _write_all(self._file, content)
             except OSError:

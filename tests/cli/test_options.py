@@ -161,12 +161,20 @@ def penstock(*argv):
     )
 
 
+def test_folders_are_the_same_ones_for_processes_that_run_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    for option in (option for option in serve.OPTIONS if option.name in ("disk-cache", "record-requests")):
+        assert [option.read(name, "") for name in ("~/x", "x")] == ["/home/me/x", str(tmp_path / "x")]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["serve", "--port", "http"], "penstock: --port: 'http', allowed is"),
         (["serve", "--no-such-flag"], "(see penstock serve --help)"),
         (["serve", "/no/such/folder"], "penstock: "),
+        (["serve", "demo", "--disk-cache", "~nobody-here/x"], "penstock: --disk-cache: '~nobody-here/x', allowed is"),
         (["nonsense"], "nonsense"),
         ([], "penstock: "),
         (["bench", "serve", "--num-prompts", "-3"], "--num-prompts: '-3', allowed is"),

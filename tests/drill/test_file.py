@@ -4,13 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from penstock.cli import drill_file
+from penstock.cli import drill_file, up
 from penstock.cli.drill_file import read_drill
 from penstock.core.errors import ConfigError
+from penstock.drill.hosts import Hosts
 from penstock.drill.outcome import Outcome, Struck
 from penstock.drill.report import broken
-from penstock.drill.run import Result
+from penstock.drill.run import Place, Result, _placed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = """duration: 30
@@ -101,6 +103,15 @@ def test_mistakes_are_told_with_their_place(old, new, message, tmp_path):
         drill(tmp_path, SMALL.replace(old, new))
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/small.yaml:")
+
+
+def test_settings_of_its_own_go_before_those_that_are_spelled_otherwise(tmp_path):
+    made = drill(tmp_path, SMALL.replace("  model: demo", "  model: demo\n  log_format: text\n  flight_recorder: mine"))
+    place = Place(folder=tmp_path, temporary=tmp_path, environment={})
+    settings = _placed(made.deployments[0], 0, Hosts(1), made, place)
+    deployment = up.read("a.yaml", yaml.safe_dump(settings))
+    assert deployment.server["log_format"] == "json"
+    assert deployment.flight_recorder == str(tmp_path / "recorder")
 
 
 def result(strikes, met):

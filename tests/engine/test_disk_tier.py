@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
@@ -289,10 +291,11 @@ def options_of(checkpoint, **changes):
     )  # fmt: skip
 
 
-def test_built_from_options(checkpoint, tmp_path):
+def test_built_from_options(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     tokens = []
-    for _ in range(2):
-        options = options_of(checkpoint, disk_cache=str(tmp_path / "a" / "b"), disk_cache_size=20 * BLOCK_BYTES + 5)
+    for folder in (tmp_path / "a" / "b", "~/a/b"):
+        options = options_of(checkpoint, disk_cache=str(folder), disk_cache_size=20 * BLOCK_BYTES + 5)
         built = build_engine(options, SystemClock())
         collector = Collector(built.engine)
         tokens.append(collector.run(make_request("first", prompt_of(0, 250)))["first"])
@@ -304,12 +307,34 @@ def test_built_from_options(checkpoint, tmp_path):
     assert found == 3 * BLOCK_TOKENS
 
 
+def test_of_weights_that_have_changed_anywhere_nothing_is_found(checkpoint, tmp_path):
+    """Also where that is behind the first bytes of each tensor, by which checkpoints are told apart else."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    found = []
+    for _ in range(2):
+        built = build_engine(options_of(model, disk_cache=str(tmp_path / "disk")), SystemClock())
+        collector = Collector(built.engine)
+        collector.run(make_request("first", prompt_of(0, 250)))
+        built.engine.settle()
+        found.append((built.layout.model, collector.cached["first"]))
+        built.close()
+        (weights,) = model.glob("*.safetensors")
+        with safe_open(weights, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors["model.embed_tokens.weight"][-1] += 1
+        save_file(tensors, weights, {"format": "pt"})
+    assert found == [(built.layout.model, 0)] * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"disk_cache_size": 1 << 30}, "disk-cache-size: 1.0 GiB, allowed only with disk-cache"),
         ({"disk_cache": "/proc/none"}, "disk-cache: '/proc/none' cannot be used .*, allowed is a folder"),
+        ({"disk_cache": "~nobody-here"}, "disk-cache: '~nobody-here' cannot be used .*, allowed is a folder"),
         ({"disk_cache": "/tmp", "disk_cache_size": 5000}, "disk-cache-size: 0.0 MiB, at least one block"),
+        ({"disk_cache": "/tmp", "disk_cache_size": 0}, "disk-cache-size: 0.0 MiB, at least one block"),
         ({"disk_cache": "/tmp", "prefix_cache": False}, "disk-cache-size: 16.0 GiB without prefix caching"),
         ({"disk_cache": "/tmp", "tensor_parallel_size": 2}, "disk-cache: '/tmp', not supported yet with tensor-par"),
     ],

@@ -67,7 +67,7 @@ transport:
   lease: 2.5
   faults: {drop: 0.5, only: [Push, Commit], partition: {after: 3}}
 kv-pool: {orphans: 7}
-restart: {backoff: 0.1, limit: 0}
+restart: {backoff: 0.1, limit: 0, slow-after: 0}
 """
     )
     assert deployment.names == ["a", "b"]
@@ -84,6 +84,7 @@ restart: {backoff: 0.1, limit: 0}
     assert deployment.transport.faults == faults
     assert "on purpose" in deployment.warnings[0]
     assert (deployment.orphans, deployment.restart.backoff, deployment.restart.limit) == (7, 0.1, 0)
+    assert deployment.restart.slow_after == 0, "never"
 
 
 def test_priorities_are_worth_targets():

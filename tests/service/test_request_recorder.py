@@ -173,6 +173,19 @@ def test_what_cannot_be_written_is_dropped_and_counted_and_nobody_waits(tmp_path
         assert sum(why in line for line in caplog.messages) == 1, why
 
 
+def test_a_record_that_somebody_removes_begins_anew(tmp_path):
+    writer = recorder(tmp_path)
+    for number in range(2):
+        writer.add(request(str(number)))
+        eventually(lambda: counted(writer, "written") == number + 1)  # noqa: B023
+        assert [one.id for one in read(tmp_path)] == [str(number)]
+        (tmp_path / "frontend-0.jsonl").unlink()
+    tmp_path.rmdir()
+    writer.add(request("lost"))
+    writer.close()
+    assert (counted(writer, "written"), counted(writer, "dropped")) == (2, 1)
+
+
 # --- what a frontend has written
 
 
