@@ -384,7 +384,7 @@ class Master:
         )
         if self._able_for(sequence, self._roster.able(now)):
             self._admit(now, key, sequence)
-        elif place.patience > 0:
+        elif place.patience > 0 or place.hedged:
             self._unplaceable[key] = sequence
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         else:
@@ -579,21 +579,27 @@ class Master:
         """It is said where a sequence is."""
         flight, session = self._in_flight.get(key), self._sessions.get(settled.instance)
         known = flight or self._waiting(key)
-        if known is None or session is None:
+        if known is None:
             return
         if settled.generation < known.place.generation:
             self._take_back(now, key, known, settled.generation, session)
-        elif flight is not None and flight.place.generation == settled.generation:
+        elif flight is not None and session is not None and flight.place.generation == settled.generation:
             flight.moving = -inf
             self._rehouse(key, flight, session)
 
-    def _take_back(self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession) -> None:
+    def _take_back(
+        self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession | None
+    ) -> None:
         """An earlier attempt goes on at an instance, and not the one that was asked for since."""
         self._end(now, key)
+        if session is None:
+            return
         demand = msgspec.structs.replace(known.demand, exclude=frozenset())
         place = msgspec.structs.replace(known.place, generation=generation, keys=[], hedged=False)
         flight = self._in_flight[key] = Tracked(demand, place, -inf, known.counted)
         flight.prefiller = flight.home = session
+        # one whose decoder was known before would not have been left there for another attempt
+        flight.open = session.role == "prefill" and self._policies.migration is not None and demand.max_tokens > 1
         session.house(demand)
 
     def _waiting(self, key: Key) -> Tracked | None:
@@ -640,9 +646,12 @@ class Master:
                 sequence = queue.pop(key)
                 assert sequence is not None
                 self._unplaceable[key] = sequence
-        for key in [key for key, sequence in self._unplaceable.items() if sequence.until < now]:
-            actions.append(self._no_place(now, key[0], self._unplaceable[key].place))
-            self._end(now, key)
+        for key, sequence in [(key, sequence) for key, sequence in self._unplaceable.items() if sequence.until < now]:
+            actions.append(self._no_place(now, key[0], sequence.place))
+            if sequence.place.hedged:
+                sequence.until = inf  # it goes on where it is, as its frontend is about to say
+            else:
+                self._end(now, key)
         return actions
 
     def _able_for(self, sequence: Tracked, able: Sequence[InstanceSession]) -> bool:
@@ -726,8 +735,10 @@ class Master:
         actions: list[Action] = []
         for session in self._sessions.values():
             name = session.name
-            if not (session.draining and session.drained):
+            if not (session.drains and session.drained):
                 continue
+            if not session.draining:  # an earlier master has told it to, for whatever reason
+                self._restarting.setdefault(name, -inf)
             if name not in self._restarting or self._endpoints[name].state == "leaving":
                 actions.append(StopInstance(name))
             elif now - self._restarting[name] >= TELL_AGAIN:

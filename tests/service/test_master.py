@@ -215,6 +215,26 @@ def test_what_still_runs_gets_another_place_only_where_there_is_room_and_may_be_
     assert not cluster.master._sessions["a0"].homes
 
 
+def test_what_still_runs_is_known_also_when_there_is_no_room_elsewhere():
+    cluster = Cluster("a0", "a1", max_sequences=1)
+    assert cluster.place("r", exclude=["a1"]).route[0].peer.name == "a0"
+    cluster.place("f", exclude=["a0"])
+    cluster.doubt("a0")
+    for generation, patience in ((1, 1.0), (2, 0.0)):
+        again = Place("r", 11, 9, [], 0, generation, exclude=["a0"], patience=patience, interrupted=True, hedged=True)
+        assert cluster.frontend(again) == [Queued("r", generation)]
+        (told,) = cluster.tick(patience + 0.1)
+        assert isinstance(told.message, NoPlace)
+        assert cluster.tick() == [], "it is told once"
+        cluster.frontend(Settled("r", 0, "a0"))
+        assert [key[1] for key in cluster.master._sessions["a0"].homes] == ["r"]
+        assert (cluster.master.waiting, cluster.master.overview(cluster.now).arrivals) == (0, 2)
+    cluster.frontend(msgspec.structs.replace(again, generation=3))
+    cluster.engine("a0", ChannelLost("gone"))
+    cluster.frontend(Settled("r", 0, "a0"))  # of which its frontend has heard, and the master has not
+    assert cluster.master.waiting == 0
+
+
 def test_sleeping_instances_get_no_work_until_they_are_woken_up():
     cluster = Cluster("a0", "a1")
     cluster.snap("a0", asleep=1)
