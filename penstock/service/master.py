@@ -581,16 +581,17 @@ class Master:
         known = flight or self._waiting(key)
         if known is None:
             return
-        if settled.generation < known.place.generation:
+        if flight is None or settled.generation < known.place.generation:
             self._take_back(now, key, known, settled.generation, session)
-        elif flight is not None and session is not None and flight.place.generation == settled.generation:
+        elif session is not None and flight.place.generation == settled.generation:
             flight.moving = -inf
             self._rehouse(key, flight, session)
 
     def _take_back(
         self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession | None
     ) -> None:
-        """An earlier attempt goes on at an instance, and not the one that was asked for since."""
+        """An earlier attempt goes on at an instance, not the one that was asked for since; or its frontend has found a
+        place by itself."""
         self._end(now, key)
         if session is None:
             return
@@ -598,8 +599,9 @@ class Master:
         place = msgspec.structs.replace(known.place, generation=generation, keys=[], hedged=False)
         flight = self._in_flight[key] = Tracked(demand, place, -inf, known.counted)
         flight.prefiller = flight.home = session
-        # one whose decoder was known before would not have been left there for another attempt
-        flight.open = session.role == "prefill" and self._policies.migration is not None and demand.max_tokens > 1
+        if generation < known.place.generation and session.role == "prefill":
+            # one whose decoder was known would not have been left there for another attempt
+            flight.open = self._policies.migration is not None and demand.max_tokens > 1
         session.house(demand)
 
     def _waiting(self, key: Key) -> Tracked | None:

@@ -205,6 +205,20 @@ def test_who_decodes_is_asked_also_when_it_goes_on_where_it_began():
     assert homes(cluster) == {"c": ["r"]}
 
 
+def test_what_was_placed_without_a_master_that_stood_still_is_where_it_is():
+    cluster = Cluster("a", "b")
+    assert messages(cluster.place("waits")) == [Queued("waits", 0)]
+    cluster.policy.to = "a"
+    (placed,) = messages(cluster.say(Settled("waits", 0, "b"))) or [None]
+    assert placed is None
+    assert (cluster.master.waiting, homes(cluster)) == (0, {"b": ["waits"]})
+    assert isinstance(messages(cluster.place("r"))[0], Placed)
+    cluster.say(Settled("r", 0, "b"))
+    assert homes(cluster) == {"b": ["r", "waits"]}
+    cluster.say(Ended(["r", "waits"], [Outcome(name, 250.0, None, 50.0, 1) for name in ("r", "waits")]))
+    assert not homes(cluster)
+
+
 def test_what_runs_is_moved_once_at_a_time():
     cluster = Cluster("a", "b")
     cluster.policy.to = "a"
