@@ -535,14 +535,16 @@ class EngineClient:
     def _came_back(self, flight: Flight[Generation], output: TokenOutput) -> None:
         """Something came of the attempt that stood still, before anything came of the other."""
         if output.finish is FinishReason.ABORT:
-            flight.let_go()  # its engine has dropped it
-            self._ask_again(flight)
+            peer, _ = flight.let_go()
+            self._ask_again(flight, f"{peer.name} dropped this request")
         else:
             self._take_back(flight)
             self._metrics.observe_hedge("returned")
 
-    def _ask_again(self, flight: Flight[Generation]) -> None:
+    def _ask_again(self, flight: Flight[Generation], why: str) -> None:
         """The attempt that stood still is lost: where it was asked for a place with room to spare, any will do."""
+        flight.interrupted = why
+        flight.owner.interrupted(flight.index, flight.received, why)
         if not flight.placed:
             flight.again()
             flight.asked_first = self._clock.now()
@@ -744,7 +746,7 @@ class EngineClient:
                     flight.lose(peer, reason, now)
             if flight.held_at is not None and life_of(flight.held_at) == life_of(life):
                 flight.let_go()
-                self._ask_again(flight)
+                self._ask_again(flight, f"{life.name} failed during this request ({reason})")
         stranded = {id(flight.owner) for flight in self.flights.values() if flight.stranded}
         self._rescue()
         return len(stranded)

@@ -97,6 +97,11 @@ def channel_peer(frontend, name):
     return frontend.engine_client.instances[name].ready.peer
 
 
+def losses(generation):
+    """That a record of the request has."""
+    return [(each.tokens, each.why) for part in generation._parts for each in part.interruptions]
+
+
 def test_the_rest_of_it_when_either_is_lost(tokenizer):
     """Whichever attempt is left goes on; one that only waited for room to spare takes any place."""
 
@@ -116,6 +121,7 @@ def test_the_rest_of_it_when_either_is_lost(tokenizer):
         c.report(TokenOutput(first, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(one_)] == [[6]]
         assert not c.cancelled()
+        assert losses(one_) == [(1, "a failed during this request (killed)")]
 
     run(tokenizer, scenario, "a", "b", "c")
 
@@ -130,6 +136,8 @@ def test_the_rest_of_it_when_either_is_lost(tokenizer):
         asked = frontend.placement.asked[-1]
         assert (asked.hedged, asked.interrupted, asked.generation) == (False, True, 2)
         assert asked.patience == PATIENCE, "which counts from the loss"
+        assert frontend.engine_client.flights[name].interrupted == "a failed during this request (killed)"
+        assert losses(generation) == [(1, "a failed during this request (killed)")]
         frontend.placement.prefill = [channel_peer(frontend, "b")]
         b.report(TokenOutput(name, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(generation)] == [[6]]
@@ -149,6 +157,7 @@ def test_where_it_is_refused_or_dropped(tokenizer):
         await until(lambda: a.silent)
         c.report(TokenOutput(name, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(generation)] == [[6]]
+        assert losses(generation) == [(1, "a dropped this request")]
 
     run(tokenizer, scenario, "a", "b", "c")
 
