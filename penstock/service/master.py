@@ -6,7 +6,7 @@ A pure controller: `tick` takes events and returns actions. `master_pump.py` dri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -166,7 +166,7 @@ class Master:
         match happening:
             case FromEngine():
                 actions = self._on_engine(now, happening.name, happening.event)
-                self._readmit(now)
+                self._readmit(now, hedged=False)
             case FromFrontend():
                 actions = self._on_frontend(now, happening.name, happening.message)
             case InstanceJoined(endpoint=endpoint):
@@ -181,7 +181,7 @@ class Master:
                 for session in self._sessions.values():
                     session.suspect(session.name in troubles)
                 actions = []
-                self._readmit(now)
+                self._readmit(now, hedged=False)
             case None:
                 actions = self._by_the_clock(now)
         try:
@@ -197,7 +197,7 @@ class Master:
         self._account.begin(now)
         actions = self._forget_silent_frontends(now)
         actions += self._mesh.retry(now)
-        self._readmit(now)
+        self._readmit(now, hedged=True)
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
@@ -398,12 +398,19 @@ class Master:
             self._rates.arrive(now, sequence.demand)
         sequence.counted = True
 
-    def _readmit(self, now: float) -> None:
-        """Queue what an instance can take by now."""
+    def _readmit(self, now: float, *, hedged: bool) -> None:
+        """Queue what an instance can take by now.
+
+        Args:
+            hedged: also what waits for room, whose number grows with an instance and that looks at all of them: not at
+                every event.
+        """
         if not self._unplaceable:
             return
         able = self._roster.able(now)
-        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence, able)]:
+        looked_at = [(key, s) for key, s in self._unplaceable.items() if hedged or not s.place.hedged]
+        roomy = _roomy(able) if hedged else []
+        for key in [key for key, s in looked_at if self._able_for(s, roomy if s.place.hedged else able)]:
             sequence = self._unplaceable.pop(key)
             hits, loads = self._match(sequence.place)
             known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
@@ -641,10 +648,11 @@ class Master:
     def _refuse_hopeless(self, now: float) -> list[Action]:
         """Set aside what no instance can take, and refuse it when its patience has ended."""
         able, shortest = self._roster.able(now), self._roster.shortest
+        roomy = _roomy(able)
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
-            doubtful = queue.doubtful(shortest)
-            for key in [key for key in doubtful if not self._able_for(queue[key], able)]:
+            doubtful = [(key, queue[key]) for key in queue.doubtful(shortest)]
+            for key in [key for key, s in doubtful if not self._able_for(s, roomy if s.place.hedged else able)]:
                 sequence = queue.pop(key)
                 assert sequence is not None
                 self._unplaceable[key] = sequence
@@ -813,6 +821,11 @@ class Master:
         assert all(self._in_flight.get(key) is flight for key, flight in self._prefilled.items()), "it is over"
         held = [*self._queue, *self._backlog, *self._unplaceable, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"
+
+
+def _roomy(sessions: Iterable[InstanceSession]) -> list[InstanceSession]:
+    """Those that have any room now."""
+    return [s for s in sessions if (load := s.view()).requests < load.max_sequences and load.free_blocks > 0]
 
 
 def _target(milliseconds: float | None) -> float:

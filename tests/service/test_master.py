@@ -215,6 +215,25 @@ def test_what_still_runs_gets_another_place_only_where_there_is_room_and_may_be_
     assert not cluster.master._sessions["a0"].homes
 
 
+def test_what_waits_for_room_is_not_looked_at_for_every_report(monkeypatch):
+    """All that an instance had may wait, where all others are full, and they report all the time."""
+    cluster, looked = Cluster("a0", "a1", max_sequences=1), []
+    cluster.place("f", exclude=["a0"])
+    cluster.doubt("a0")
+    again = Place("r", 11, 9, [], generation=1, exclude=["a0"], patience=5.0, interrupted=True, hedged=True)
+    assert cluster.frontend(again) == [Queued("r", 1)]
+    takes = Master._takes
+    monkeypatch.setattr(Master, "_takes", lambda *of: looked.append(of) or takes(*of[1:]))
+    cluster.snap("a1", running=1)
+    assert cluster.tick() == []
+    assert not looked, "none has any"
+    cluster.frontend(Ended(["f"]))
+    cluster.snap("a1", 2, num_blocks=4, free_blocks=4)
+    assert not looked
+    (placed,) = cluster.tick()
+    assert placed.message.route[0].peer.name == "a1"
+
+
 def test_what_still_runs_is_known_also_when_there_is_no_room_elsewhere():
     cluster = Cluster("a0", "a1", max_sequences=1)
     assert cluster.place("r", exclude=["a1"]).route[0].peer.name == "a0"
