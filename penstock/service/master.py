@@ -166,7 +166,7 @@ class Master:
         match happening:
             case FromEngine():
                 actions = self._on_engine(now, happening.name, happening.event)
-                self._readmit(now, hedged=False)
+                self._readmit(now)
             case FromFrontend():
                 actions = self._on_frontend(now, happening.name, happening.message)
             case InstanceJoined(endpoint=endpoint):
@@ -181,11 +181,13 @@ class Master:
                 for session in self._sessions.values():
                     session.suspect(session.name in troubles)
                 actions = []
-                self._readmit(now, hedged=False)
+                self._readmit(now)
             case None:
                 actions = self._by_the_clock(now)
         try:
             self._decide(now, actions)
+            if happening is None:
+                self._readmit_hedged(now, actions)
             self._decide_homes(now, actions)
         except Exception:
             if not actions:
@@ -197,7 +199,7 @@ class Master:
         self._account.begin(now)
         actions = self._forget_silent_frontends(now)
         actions += self._mesh.retry(now)
-        self._readmit(now, hedged=True)
+        self._readmit(now)
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
@@ -398,24 +400,32 @@ class Master:
             self._rates.arrive(now, sequence.demand)
         sequence.counted = True
 
-    def _readmit(self, now: float, *, hedged: bool) -> None:
-        """Queue what an instance can take by now.
-
-        Args:
-            hedged: also what waits for room, whose number grows with an instance and that looks at all of them: not at
-                every event.
-        """
+    def _readmit(self, now: float) -> None:
+        """Queue what an instance can take by now."""
         if not self._unplaceable:
             return
-        able = self._roster.able(now)
-        looked_at = [(key, s) for key, s in self._unplaceable.items() if hedged or not s.place.hedged]
-        roomy = _roomy(able) if hedged else []
-        for key in [key for key, s in looked_at if self._able_for(s, roomy if s.place.hedged else able)]:
-            sequence = self._unplaceable.pop(key)
-            hits, loads = self._match(sequence.place)
-            known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
-            sequence.demand = self._sources.with_brought(now, known, sequence.place.keys)
-            self._admit(now, key, sequence)
+        able, waiting = self._roster.able(now), [(k, s) for k, s in self._unplaceable.items() if not s.place.hedged]
+        for key in [key for key, sequence in waiting if self._able_for(sequence, able)]:
+            self._queue_again(now, key)
+
+    def _readmit_hedged(self, now: float, actions: list[Action]) -> None:
+        """The same of what still runs and waits for room: one after the other, as each takes some of it. Not at every
+        event: an instance may have had many, and all others be full."""
+        waiting = [key for key, s in self._unplaceable.items() if s.place.hedged and s.until < inf]
+        roomy = _roomy(self._roster.able(now)) if waiting else []
+        for key in waiting:
+            if self._able_for(self._unplaceable[key], roomy):
+                self._queue_again(now, key)
+                self._decide(now, actions)
+                if key in self._queue:
+                    return  # the policy has it wait
+
+    def _queue_again(self, now: float, key: Key) -> None:
+        sequence = self._unplaceable.pop(key)
+        hits, loads = self._match(sequence.place)
+        known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
+        sequence.demand = self._sources.with_brought(now, known, sequence.place.keys)
+        self._admit(now, key, sequence)
 
     def _demand(self, now: float, key: Key, place: Place) -> Demand:
         ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)

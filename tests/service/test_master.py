@@ -234,6 +234,21 @@ def test_what_waits_for_room_is_not_looked_at_for_every_report(monkeypatch):
     assert placed.message.route[0].peer.name == "a1"
 
 
+def test_no_more_gets_another_place_than_there_is_room_for():
+    cluster = Cluster("a0", "a1", max_sequences=2)
+    for i in range(2):
+        cluster.place(f"f{i}", exclude=["a0"])
+    cluster.doubt("a0")
+    for i in range(3):
+        more = {"exclude": ["a0"], "patience": 5.0, "interrupted": True, "hedged": True}
+        assert cluster.frontend(Place(f"r{i}", 11, 9, [], generation=1, **more)) == [Queued(f"r{i}", 1)]
+    cluster.frontend(Ended(["f0"]))
+    assert [action.message.request_id for action in cluster.tick()] == ["r0"]
+    assert cluster.tick() == []
+    cluster.frontend(Ended(["r0"]))
+    assert [action.message.request_id for action in cluster.tick()] == ["r1"]
+
+
 def test_what_still_runs_is_known_also_when_there_is_no_room_elsewhere():
     cluster = Cluster("a0", "a1", max_sequences=1)
     assert cluster.place("r", exclude=["a1"]).route[0].peer.name == "a0"
