@@ -8,6 +8,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -210,6 +211,8 @@ class EngineClient:
         self._metrics = metrics
         self._clock = clock
         self._causes = Causes(told)
+        self._counted: Counter[str] = Counter()  # sequences on each instance, for `_choose`
+        self._counted_at = -inf
         self._ticking: asyncio.Task[None] | None = None
 
     @property
@@ -324,11 +327,17 @@ class EngineClient:
 
     def _choose(self, place: Place) -> Placed | None:
         """A place that needs no master."""
-        now, loads = self._clock.now(), Counter(peer.name for f in self.flights.values() for peer in f.peers)
-        for name, instance in self.instances.items():
-            loads[name] = max(loads[name], instance.load)
+        if place.hedged:
+            return None
+        now = self._clock.now()
+        if now - self._counted_at >= TICK:  # not for each: thousands may ask at once
+            self._counted_at = now
+            self._counted = Counter(peer.name for f in self.flights.values() for peer in f.peers)
+        loads = {name: max(self._counted[name], instance.load) for name, instance in self.instances.items()}
         serving = [i.ready for i in self.instances.values() if i.ready is not None and i.well(now)]
-        return None if place.hedged else least_loaded(place, serving, loads)
+        placed = least_loaded(place, serving, loads)
+        self._counted.update(peer.name for peer in peers_of(placed.route if placed is not None else ()))
+        return placed
 
     def _answered(self, answer: Answer) -> None:
         flight = self.flights.get(answer.request_id)
@@ -435,10 +444,12 @@ class EngineClient:
         if self._causes.awaited(flight.places):
             return
         now = self._clock.now()
-        if flight.held_at is not None:
+        if flight.held_at is not None and not flight.suspected:
             self._take_back(flight)
             return
         self._cancel(flight, flight.peers)
+        if flight.held_at is not None:
+            self._let_go(flight)  # it is not alone there
         if flight.launches >= ATTEMPTS:
             why = f"{flight.interrupted}, one of {flight.launches} failed attempts"
             log.warning("request %s: %s", flight.id, why)
@@ -524,14 +535,16 @@ class EngineClient:
     def _came_back(self, flight: Flight[Generation], output: TokenOutput) -> None:
         """Something came of the attempt that stood still, before anything came of the other."""
         if output.finish is FinishReason.ABORT:
-            flight.let_go()  # its engine has dropped it
-            self._ask_again(flight)
+            peer, _ = flight.let_go()
+            self._ask_again(flight, f"{peer.name} dropped this request")
         else:
             self._take_back(flight)
             self._metrics.observe_hedge("returned")
 
-    def _ask_again(self, flight: Flight[Generation]) -> None:
+    def _ask_again(self, flight: Flight[Generation], why: str) -> None:
         """The attempt that stood still is lost: where it was asked for a place with room to spare, any will do."""
+        flight.interrupted = why
+        flight.owner.interrupted(flight.index, flight.received, why)
         if not flight.placed:
             flight.again()
             flight.asked_first = self._clock.now()
@@ -733,7 +746,7 @@ class EngineClient:
                     flight.lose(peer, reason, now)
             if flight.held_at is not None and life_of(flight.held_at) == life_of(life):
                 flight.let_go()
-                self._ask_again(flight)
+                self._ask_again(flight, f"{life.name} failed during this request ({reason})")
         stranded = {id(flight.owner) for flight in self.flights.values() if flight.stranded}
         self._rescue()
         return len(stranded)

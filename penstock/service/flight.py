@@ -47,7 +47,6 @@ class _Held:
 
     stay: _Stay
     attempt: int
-    launches: int
     heard: int
     legs: list[Leg]
     names: list[str]
@@ -303,7 +302,8 @@ class Flight(Generic[Owner]):
     @property
     def unheard(self) -> bool:
         """Whether it is being handed over, and nothing came of this attempt: it can begin again at no loss."""
-        return len(self._stays) > 1 and not (self.heard or self.stranded or self._held)
+        early = len(self._stays) > 1 and not (self.heard or self.stranded or self._held)
+        return early and self.launches < ATTEMPTS
 
     def leave(self, why: str, now: float) -> None:
         """It is stranded: its instance may hang, and has brought nothing."""
@@ -313,8 +313,9 @@ class Flight(Generic[Owner]):
         self.suspect = at
 
     def can_hedge(self, now: float) -> bool:
-        """Whether another attempt can be made beside this one: this one is at one instance, and was not held before."""
-        alone = len(self._stays) == 1 and self._held is None
+        """Whether another attempt can be made beside this one: this one is at one instance, and not held now. No more
+        are made than after losses: it may be this sequence that makes engines hang."""
+        alone = len(self._stays) == 1 and self._held is None and self.launches < ATTEMPTS
         return alone and now >= self.hedge_at and not (self.stranded or self._early or self._lost)
 
     def hedge(self, now: float) -> None:
@@ -323,7 +324,6 @@ class Flight(Generic[Owner]):
         self._held = _Held(
             self._stays[0],
             self.attempt,
-            self.launches,
             self.heard,
             self.legs,
             self._names,
@@ -348,10 +348,12 @@ class Flight(Generic[Owner]):
         held, self._held = self._held, None
         assert held is not None, "no attempt was held"
         self._leave_all()
-        self.attempt, self.launches, self.heard, self.legs = held.attempt, held.launches, held.heard, held.legs
+        self.attempt, self.heard, self.legs = held.attempt, held.heard, held.legs
         self._stays, self._names = [held.stay], held.names
         self._placed, self._placed_at, self._brought = held.placed, held.placed_at, held.brought
         self.interrupted, self._since = held.interrupted, held.since
+        if self.first is None:
+            self.launched, self.predicted_ttft = held.placed_at, held.placed.predicted_ttft
 
     def let_go(self) -> tuple[Peer, int]:
         """The attempt that stood still is over; returns where it was, and its number."""

@@ -168,7 +168,8 @@ class Launcher:
         self._leaving: set[str] = set()  # instances that are to drain
         self._engines_ended: deque[tuple[float, EngineEnded]] = deque()  # the latest, and when that was seen
         self._givers_file = givers
-        self._givers: Mapping[str, str] | None = None  # what is in it
+        self._givers: Mapping[str, str] | None = None  # what is to be in it
+        self._givers_written = False
         self.ready: Sequence[str] = ()  # what the master gives requests to, as it said last
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
@@ -357,15 +358,18 @@ class Launcher:
         self._taken, self._warned = True, False
 
     def _pass_on(self, givers: Mapping[str, str]) -> None:
-        if self._givers_file is None or givers == self._givers:
+        if self._givers_file is None or (givers == self._givers and self._givers_written):
             return
-        self._givers = givers
+        news, self._givers = givers != self._givers, givers
         beside = self._givers_file.with_suffix(".new")  # whoever reads it reads one of the two
         try:
             beside.write_text(json.dumps(givers))
             beside.replace(self._givers_file)
-        except OSError as error:
-            log.warning("engines that start are not told who gives weights: %s", error)
+            self._givers_written = True
+        except OSError as error:  # there may be room the next time
+            self._givers_written = False
+            if news:
+                log.warning("engines that start are not told who gives weights: %s", error)
 
     def _be_refused(self, why: str, now: float) -> None:
         if self._refused_since is None or now - self._refused_since > 2 * REFUSED_FOR:

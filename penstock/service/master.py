@@ -6,7 +6,7 @@ A pure controller: `tick` takes events and returns actions. `master_pump.py` dri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 
@@ -186,6 +186,8 @@ class Master:
                 actions = self._by_the_clock(now)
         try:
             self._decide(now, actions)
+            if happening is None:
+                self._readmit_hedged(now, actions)
             self._decide_homes(now, actions)
         except Exception:
             if not actions:
@@ -384,7 +386,7 @@ class Master:
         )
         if self._able_for(sequence, self._roster.able(now)):
             self._admit(now, key, sequence)
-        elif place.patience > 0:
+        elif place.patience > 0 or place.hedged:
             self._unplaceable[key] = sequence
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         else:
@@ -402,13 +404,28 @@ class Master:
         """Queue what an instance can take by now."""
         if not self._unplaceable:
             return
-        able = self._roster.able(now)
-        for key in [key for key, sequence in self._unplaceable.items() if self._able_for(sequence, able)]:
-            sequence = self._unplaceable.pop(key)
-            hits, loads = self._match(sequence.place)
-            known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
-            sequence.demand = self._sources.with_brought(now, known, sequence.place.keys)
-            self._admit(now, key, sequence)
+        able, waiting = self._roster.able(now), [(k, s) for k, s in self._unplaceable.items() if not s.place.hedged]
+        for key in [key for key, sequence in waiting if self._able_for(sequence, able)]:
+            self._queue_again(now, key)
+
+    def _readmit_hedged(self, now: float, actions: list[Action]) -> None:
+        """The same of what still runs and waits for room: one after the other, as each takes some of it. Not at every
+        event: an instance may have had many, and all others be full."""
+        waiting = [key for key, s in self._unplaceable.items() if s.place.hedged and s.until < inf]
+        roomy = _roomy(self._roster.able(now)) if waiting else []
+        for key in waiting:
+            if self._able_for(self._unplaceable[key], roomy):
+                self._queue_again(now, key)
+                self._decide(now, actions)
+                if key in self._queue:
+                    return  # the policy has it wait
+
+    def _queue_again(self, now: float, key: Key) -> None:
+        sequence = self._unplaceable.pop(key)
+        hits, loads = self._match(sequence.place)
+        known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
+        sequence.demand = self._sources.with_brought(now, known, sequence.place.keys)
+        self._admit(now, key, sequence)
 
     def _demand(self, now: float, key: Key, place: Place) -> Demand:
         ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)
@@ -579,21 +596,29 @@ class Master:
         """It is said where a sequence is."""
         flight, session = self._in_flight.get(key), self._sessions.get(settled.instance)
         known = flight or self._waiting(key)
-        if known is None or session is None:
+        if known is None:
             return
-        if settled.generation < known.place.generation:
+        if flight is None or settled.generation < known.place.generation:
             self._take_back(now, key, known, settled.generation, session)
-        elif flight is not None and flight.place.generation == settled.generation:
+        elif session is not None and flight.place.generation == settled.generation:
             flight.moving = -inf
             self._rehouse(key, flight, session)
 
-    def _take_back(self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession) -> None:
-        """An earlier attempt goes on at an instance, and not the one that was asked for since."""
+    def _take_back(
+        self, now: float, key: Key, known: Tracked, generation: int, session: InstanceSession | None
+    ) -> None:
+        """An earlier attempt goes on at an instance, not the one that was asked for since; or its frontend has found a
+        place by itself."""
         self._end(now, key)
+        if session is None:
+            return
         demand = msgspec.structs.replace(known.demand, exclude=frozenset())
         place = msgspec.structs.replace(known.place, generation=generation, keys=[], hedged=False)
         flight = self._in_flight[key] = Tracked(demand, place, -inf, known.counted)
         flight.prefiller = flight.home = session
+        if generation < known.place.generation and session.role == "prefill":
+            # one whose decoder was known would not have been left there for another attempt
+            flight.open = self._policies.migration is not None and demand.max_tokens > 1
         session.house(demand)
 
     def _waiting(self, key: Key) -> Tracked | None:
@@ -633,16 +658,20 @@ class Master:
     def _refuse_hopeless(self, now: float) -> list[Action]:
         """Set aside what no instance can take, and refuse it when its patience has ended."""
         able, shortest = self._roster.able(now), self._roster.shortest
+        roomy = _roomy(able)
         actions: list[Action] = []
         for queue in (self._queue, self._backlog):
-            doubtful = queue.doubtful(shortest)
-            for key in [key for key in doubtful if not self._able_for(queue[key], able)]:
+            doubtful = [(key, queue[key]) for key in queue.doubtful(shortest)]
+            for key in [key for key, s in doubtful if not self._able_for(s, roomy if s.place.hedged else able)]:
                 sequence = queue.pop(key)
                 assert sequence is not None
                 self._unplaceable[key] = sequence
-        for key in [key for key, sequence in self._unplaceable.items() if sequence.until < now]:
-            actions.append(self._no_place(now, key[0], self._unplaceable[key].place))
-            self._end(now, key)
+        for key, sequence in [(key, sequence) for key, sequence in self._unplaceable.items() if sequence.until < now]:
+            actions.append(self._no_place(now, key[0], sequence.place))
+            if sequence.place.hedged:
+                sequence.until = inf  # it goes on where it is, as its frontend is about to say
+            else:
+                self._end(now, key)
         return actions
 
     def _able_for(self, sequence: Tracked, able: Sequence[InstanceSession]) -> bool:
@@ -726,8 +755,10 @@ class Master:
         actions: list[Action] = []
         for session in self._sessions.values():
             name = session.name
-            if not (session.draining and session.drained):
+            if not (session.drains and session.drained):
                 continue
+            if not session.draining:  # an earlier master has told it to, for whatever reason
+                self._restarting.setdefault(name, -inf)
             if name not in self._restarting or self._endpoints[name].state == "leaving":
                 actions.append(StopInstance(name))
             elif now - self._restarting[name] >= TELL_AGAIN:
@@ -800,6 +831,11 @@ class Master:
         assert all(self._in_flight.get(key) is flight for key, flight in self._prefilled.items()), "it is over"
         held = [*self._queue, *self._backlog, *self._unplaceable, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"
+
+
+def _roomy(sessions: Iterable[InstanceSession]) -> list[InstanceSession]:
+    """Those that have any room now."""
+    return [s for s in sessions if (load := s.view()).requests < load.max_sequences and load.free_blocks > 0]
 
 
 def _target(milliseconds: float | None) -> float:

@@ -37,6 +37,7 @@ from penstock.core.wire.master import (
     Troubles,
 )
 from penstock.service.channel import MasterChannel
+from penstock.service.flight import peers_of
 from penstock.service.instances import ChannelLost
 from penstock.service.registry import ToldRegistry
 
@@ -262,6 +263,8 @@ class RemotePlacement:
         placed = self._choose(place)
         if placed is not None and place.request_id in self._asked:
             del self._asked[place.request_id]
+            first = peers_of(placed.route)[0].name
+            self._channel.send(Settled(place.request_id, place.generation, first))  # the master may only stand still
             self._answered(placed)
 
     def _handle(self, message: FromMaster | ChannelLost | msgspec.DecodeError) -> None:

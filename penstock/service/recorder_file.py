@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from struct import Struct
 from typing import BinaryIO
@@ -63,6 +64,7 @@ class RecorderFile:
         self._written = recorder.total  # entries
         self._whole = 0  # bytes of the file up to the last record that is whole; 0 while that is to be found
         self._again = 0.0  # when it is tried again; 0 while it has not failed
+        self._file: BinaryIO = BytesIO()  # until there is one
         try:
             self._open()
         except OSError as error:
@@ -117,7 +119,7 @@ class RecorderFile:
             log.error("the flight recorder could not write its end: %s: %s", self._path, error)
 
     def _open(self) -> None:
-        self._file: BinaryIO = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+        self._file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

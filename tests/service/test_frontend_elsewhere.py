@@ -10,9 +10,9 @@ from penstock.core.heartbeat import step_limit
 from penstock.core.request import FinishReason, Hypothesis, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Leg, Migrate, Peer, Refused, Stayed, StepReport, Stopped
-from penstock.core.wire.master import Endpoint, Relocate
+from penstock.core.wire.master import Endpoint, Place, Relocate
 from penstock.kv.keys import extend_keys
-from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER
+from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER, TICK
 from penstock.service.flight import ATTEMPTS, PATIENCE
 from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, ids_of, lost, one, over, run, submit, value
@@ -533,3 +533,19 @@ def test_instances_come_and_go_and_what_runs_on_one_that_leaves_continues_elsewh
         assert frontend.healthy
 
     run(tokenizer, scenario, "a", later=["b"])
+
+
+def test_many_that_are_placed_without_a_master_at_once_do_not_all_go_to_the_same(tokenizer):
+    async def scenario(frontend, channels, clock):
+        for request_id in "rs":
+            await submit(frontend, request_id=request_id)
+
+        def chosen(count):
+            places = [frontend.engine_client._choose(Place("t", 1, 10, [])) for _ in range(count)]
+            return [placed.route[0].peer.name for placed in places]
+
+        assert chosen(4) == ["b", "b", "a", "b"]
+        clock.advance(TICK)
+        assert chosen(2) == ["b", "b"], "nothing was sent there, after all"
+
+    run(tokenizer, scenario, "a", "b")

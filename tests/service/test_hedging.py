@@ -5,8 +5,8 @@ import pytest
 from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
-from penstock.core.wire.engine import Cancel, Enqueue, Refused
-from penstock.service.flight import PATIENCE
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused
+from penstock.service.flight import ATTEMPTS, PATIENCE
 from penstock.service.hedging import AGAIN, QUIET
 from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, one, run, submit, value
@@ -97,6 +97,11 @@ def channel_peer(frontend, name):
     return frontend.engine_client.instances[name].ready.peer
 
 
+def losses(generation):
+    """That a record of the request has."""
+    return [(each.tokens, each.why) for part in generation._parts for each in part.interruptions]
+
+
 def test_the_rest_of_it_when_either_is_lost(tokenizer):
     """Whichever attempt is left goes on; one that only waited for room to spare takes any place."""
 
@@ -116,6 +121,7 @@ def test_the_rest_of_it_when_either_is_lost(tokenizer):
         c.report(TokenOutput(first, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(one_)] == [[6]]
         assert not c.cancelled()
+        assert losses(one_) == [(1, "a failed during this request (killed)")]
 
     run(tokenizer, scenario, "a", "b", "c")
 
@@ -130,6 +136,8 @@ def test_the_rest_of_it_when_either_is_lost(tokenizer):
         asked = frontend.placement.asked[-1]
         assert (asked.hedged, asked.interrupted, asked.generation) == (False, True, 2)
         assert asked.patience == PATIENCE, "which counts from the loss"
+        assert frontend.engine_client.flights[name].interrupted == "a failed during this request (killed)"
+        assert losses(generation) == [(1, "a failed during this request (killed)")]
         frontend.placement.prefill = [channel_peer(frontend, "b")]
         b.report(TokenOutput(name, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(generation)] == [[6]]
@@ -149,8 +157,68 @@ def test_where_it_is_refused_or_dropped(tokenizer):
         await until(lambda: a.silent)
         c.report(TokenOutput(name, [6], start=1, generation=2, finish=FinishReason.LENGTH))
         assert [delta.tokens for delta in await collect(generation)] == [[6]]
+        assert losses(generation) == [(1, "a dropped this request")]
 
     run(tokenizer, scenario, "a", "b", "c")
+
+
+def test_what_may_have_broken_the_other_does_not_go_back_among_others(tokenizer):
+    async def scenario(frontend, channels, clock):
+        a, b, c = channels["a"], channels["b"], channels["c"]
+        generation, name = await begun(frontend, a)
+        stand_still(frontend, clock, "a")
+        assert attempts(b) == [1]
+        frontend.placement.prefill = [channel_peer(frontend, "c")]
+        b.say(Failed("a fault", [name, "another"]))
+        await until(lambda: frontend.engine_client.instances["b"].lost)
+        assert a.cancelled() == [name]
+        assert attempts(c) == [2]
+        assert c.enqueued()[-1].alone
+        generation.cancel()
+
+    run(tokenizer, scenario, "a", "b", "c")
+
+
+def test_one_that_makes_engines_hang_gets_to_no_more_than_one_that_kills_them(tokenizer):
+    names = "abcdef"
+
+    async def scenario(frontend, channels, clock):
+        client = frontend.engine_client
+        _, name = await begun(frontend, channels["a"])
+        for _ in range(ATTEMPTS):
+            at = client.flights[name].here.name
+            stand_still(frontend, clock, at)
+            channels[at].say(ChannelLost("killed"))
+            await until(lambda at=at: client.instances[at].lost)
+            frontend.placement.prefill = [channel_peer(frontend, n) for n in names if client.instances[n].ready]
+        assert name not in client.flights
+        assert sum(len(attempts(channel)) for channel in channels.values()) == ATTEMPTS
+
+    run(tokenizer, scenario, *names)
+
+
+def test_it_is_not_given_up_for_suspicions_alone(tokenizer):
+    async def scenario(frontend, channels, clock):
+        generation, (name,) = await submit(frontend)
+        for _ in range(ATTEMPTS + 1):
+            stand_still(frontend, clock, frontend.engine_client.flights[name].here.name)
+        assert len(attempts(channels["a"])) + len(attempts(channels["b"])) == ATTEMPTS
+        generation.cancel()
+
+    run(tokenizer, scenario, "a", "b", "d", decode="d")
+
+
+def test_where_its_first_token_comes_from_is_what_is_told_of_it(tokenizer):
+    async def scenario(frontend, channels, clock):
+        generation, (name,) = await submit(frontend)
+        stand_still(frontend, clock, "a")
+        assert attempts(channels["b"]) == [1]
+        channels["a"].report(TokenOutput(name, [6], finish=FinishReason.LENGTH))
+        await collect(generation)
+        (outcome,) = frontend.placement.outcomes
+        assert (outcome.ttft_ms > 0, outcome.queue_ms) == (True, 0.0)
+
+    run(tokenizer, scenario, "a", "b")
 
 
 def test_a_client_that_leaves_is_cancelled_at_both(tokenizer):

@@ -530,3 +530,15 @@ def test_a_host_that_joins_says_whether_the_master_takes_it(answers, tmp_path, c
     givers, file = {"e": "tcp:there:1"}, tmp_path / "givers"
     assert launch([shell("frontend-0", STAY)], drive, master=address, drain=30.0, givers=file) == 0
     assert time.monotonic() - began < 15
+
+
+def test_who_gives_weights_is_written_down_as_soon_as_the_disk_has_room(tmp_path, caplog):
+    file, givers = tmp_path / "full" / "givers", {"e": "tcp:there:1"}
+    supervisor = Supervisor([], RestartPolicy(backoff=1, limit=0, heartbeat_timeout=1), drain_timeout=5)
+    launcher = Launcher([], supervisor, SystemClock(), {}, givers=file)
+    for _ in range(3):
+        launcher._pass_on(givers)
+    assert caplog.text.count("are not told who gives weights") == 1
+    file.parent.mkdir()
+    launcher._pass_on(givers)
+    assert lines(file) == ['{"e": "tcp:there:1"}']

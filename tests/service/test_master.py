@@ -215,6 +215,60 @@ def test_what_still_runs_gets_another_place_only_where_there_is_room_and_may_be_
     assert not cluster.master._sessions["a0"].homes
 
 
+def test_what_waits_for_room_is_not_looked_at_for_every_report(monkeypatch):
+    """All that an instance had may wait, where all others are full, and they report all the time."""
+    cluster, looked = Cluster("a0", "a1", max_sequences=1), []
+    cluster.place("f", exclude=["a0"])
+    cluster.doubt("a0")
+    again = Place("r", 11, 9, [], generation=1, exclude=["a0"], patience=5.0, interrupted=True, hedged=True)
+    assert cluster.frontend(again) == [Queued("r", 1)]
+    takes = Master._takes
+    monkeypatch.setattr(Master, "_takes", lambda *of: looked.append(of) or takes(*of[1:]))
+    cluster.snap("a1", running=1)
+    assert cluster.tick() == []
+    assert not looked, "none has any"
+    cluster.frontend(Ended(["f"]))
+    cluster.snap("a1", 2, num_blocks=4, free_blocks=4)
+    assert not looked
+    (placed,) = cluster.tick()
+    assert placed.message.route[0].peer.name == "a1"
+
+
+def test_no_more_gets_another_place_than_there_is_room_for():
+    cluster = Cluster("a0", "a1", max_sequences=2)
+    for i in range(2):
+        cluster.place(f"f{i}", exclude=["a0"])
+    cluster.doubt("a0")
+    for i in range(3):
+        more = {"exclude": ["a0"], "patience": 5.0, "interrupted": True, "hedged": True}
+        assert cluster.frontend(Place(f"r{i}", 11, 9, [], generation=1, **more)) == [Queued(f"r{i}", 1)]
+    cluster.frontend(Ended(["f0"]))
+    assert [action.message.request_id for action in cluster.tick()] == ["r0"]
+    assert cluster.tick() == []
+    cluster.frontend(Ended(["r0"]))
+    assert [action.message.request_id for action in cluster.tick()] == ["r1"]
+
+
+def test_what_still_runs_is_known_also_when_there_is_no_room_elsewhere():
+    cluster = Cluster("a0", "a1", max_sequences=1)
+    assert cluster.place("r", exclude=["a1"]).route[0].peer.name == "a0"
+    cluster.place("f", exclude=["a0"])
+    cluster.doubt("a0")
+    for generation, patience in ((1, 1.0), (2, 0.0)):
+        again = Place("r", 11, 9, [], 0, generation, exclude=["a0"], patience=patience, interrupted=True, hedged=True)
+        assert cluster.frontend(again) == [Queued("r", generation)]
+        (told,) = cluster.tick(patience + 0.1)
+        assert isinstance(told.message, NoPlace)
+        assert cluster.tick() == [], "it is told once"
+        cluster.frontend(Settled("r", 0, "a0"))
+        assert [key[1] for key in cluster.master._sessions["a0"].homes] == ["r"]
+        assert (cluster.master.waiting, cluster.master.overview(cluster.now).arrivals) == (0, 2)
+    cluster.frontend(msgspec.structs.replace(again, generation=3))
+    cluster.engine("a0", ChannelLost("gone"))
+    cluster.frontend(Settled("r", 0, "a0"))  # of which its frontend has heard, and the master has not
+    assert cluster.master.waiting == 0
+
+
 def test_sleeping_instances_get_no_work_until_they_are_woken_up():
     cluster = Cluster("a0", "a1")
     cluster.snap("a0", asleep=1)

@@ -191,6 +191,34 @@ def test_who_decodes_is_asked_when_the_prompt_has_ended_and_until_there_is_an_an
     assert cluster.policy.prefilled[-1] == [("s", "a", 1.0)], "it is over"
 
 
+def test_who_decodes_is_asked_also_when_it_goes_on_where_it_began():
+    cluster = Cluster("a", "b", "c")
+    for name, role in (("a", "prefill"), ("b", "prefill"), ("c", "decode")):
+        cluster.engine(name, ready(name, 2, role))
+    cluster.policy.to, cluster.policy.open, cluster.policy.home = "a", True, "c"
+    cluster.place("r")
+    cluster.policy.to = "b"
+    cluster.place("r", generation=1, exclude=["a"], patience=5.0, interrupted=True, hedged=True)
+    cluster.say(Settled("r", 0, "a"))
+    (told,) = messages(cluster.say(Begun(["r"])))
+    assert (told.generation, told.peer.name) == (0, "c")
+    assert homes(cluster) == {"c": ["r"]}
+
+
+def test_what_was_placed_without_a_master_that_stood_still_is_where_it_is():
+    cluster = Cluster("a", "b")
+    assert messages(cluster.place("waits")) == [Queued("waits", 0)]
+    cluster.policy.to = "a"
+    (placed,) = messages(cluster.say(Settled("waits", 0, "b"))) or [None]
+    assert placed is None
+    assert (cluster.master.waiting, homes(cluster)) == (0, {"b": ["waits"]})
+    assert isinstance(messages(cluster.place("r"))[0], Placed)
+    cluster.say(Settled("r", 0, "b"))
+    assert homes(cluster) == {"b": ["r", "waits"]}
+    cluster.say(Ended(["r", "waits"], [Outcome(name, 250.0, None, 50.0, 1) for name in ("r", "waits")]))
+    assert not homes(cluster)
+
+
 def test_what_runs_is_moved_once_at_a_time():
     cluster = Cluster("a", "b")
     cluster.policy.to = "a"
@@ -474,6 +502,17 @@ def test_a_slow_instance_is_drained_started_again_and_told_of():
     cluster.engine("b", ready("b", 2))
     assert works(1, a=1.0, b=1.0) == []
     assert cluster.master.overview(cluster.now).instances[1].slow == ""
+
+
+def test_what_an_earlier_master_has_drained_is_started_again():
+    cluster = Cluster("a", "b")
+    cluster.engine("b", snapshot(1, 1, num_blocks=4, draining=True, running=1))
+    assert cluster.did() == []
+    cluster.engine("b", snapshot(1, 2, num_blocks=4, draining=True))
+    assert cluster.did() == [RestartInstance("b")], "whatever it was to be drained for"
+    assert cluster.did() == []
+    cluster.did(InstanceJoined(Endpoint("b", "", state="leaving")))
+    assert cluster.did() == [StopInstance("b")]
 
 
 def test_what_scaling_says_costs_and_takes_is_told():

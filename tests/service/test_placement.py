@@ -14,7 +14,18 @@ from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.errors import Unavailable
 from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import LEASE, Leg, LinkPeer
-from penstock.core.wire.master import Endpoint, History, HostReport, Join, Joined, NoPlace, Place, Placed, Queued
+from penstock.core.wire.master import (
+    Endpoint,
+    History,
+    HostReport,
+    Join,
+    Joined,
+    NoPlace,
+    Place,
+    Placed,
+    Queued,
+    Settled,
+)
 from penstock.sched.cluster import DISPATCH
 from penstock.service import placement as placement_module
 from penstock.service.channel import master_channel
@@ -267,6 +278,8 @@ def test_while_there_is_no_master_a_frontend_decides_by_itself():
         assert not placement.trouble
         placed = [([leg.peer.name for leg in p.route], p.policy) for p in map(asked.answers.get, ("early", "late"))]
         assert placed == [(["p", "e"], "fallback")] * 2
+        told = [(m.request_id, m.generation, m.instance) for m in channel.sent if isinstance(m, Settled)]
+        assert told == [("late", 0, "p"), ("avoids", 0, "p"), ("early", 0, "p")], "in case it only stood still"
         assert asked.answers["avoids"].at("decode").name == "d"
         placement.ask(place("next", max_tokens=0))
         assert len(asked.answers["next"].route) == 1, "at once, and nothing is left to do after a prompt to embed"

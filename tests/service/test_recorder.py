@@ -1,6 +1,8 @@
 """What the flight recorder keeps, writes and reads again."""
 
 import dataclasses
+import errno
+import os
 import random
 import resource
 from math import inf
@@ -329,6 +331,24 @@ def test_a_disk_that_is_full_stops_the_recorder_for_a_while_and_nothing_else(tmp
     ids = [int(entry.request_id) for _, entry in read(path)]
     assert ids == [0, 1, 2, *range(ids[3], 40)]
     assert 30 < ids[3] <= 31 + recorder_file.AGAIN
+
+
+def test_one_that_cannot_be_made_on_a_full_disk_is_made_later(tmp_path, monkeypatch):
+    recorder, real = FlightRecorder(), os.open
+
+    def no_room(*args):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "open", no_room)
+    file = make_file(tmp_path / "r", recorder)
+    make_file(tmp_path / "other").close()
+    recorder.ended(0.0, "lost", "f", None)
+    file.flush()
+    monkeypatch.setattr(os, "open", real)
+    file._clock.advance(recorder_file.AGAIN)
+    recorder.ended(1.0, "kept", "f", None)
+    file.close()
+    assert [entry.request_id for _, entry in read(tmp_path / "r")] == ["kept"]
 
 
 def test_one_that_cannot_be_rotated_stops_too(tmp_path, caplog):

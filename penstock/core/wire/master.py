@@ -98,7 +98,8 @@ class Begun(msgspec.Struct, tag=True, frozen=True):
 
 
 class Settled(msgspec.Struct, tag=True, frozen=True):
-    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was.
+    """A hand-off of this sequence is over, and it goes on at `instance`: where it was to go, or where it was. Or its
+    frontend has not heard of the master, and has begun it there by itself.
 
     Attributes:
         generation: the attempt that goes on; what was asked for later ones is not wanted any more.
