@@ -178,8 +178,8 @@ def _build(
         mover, offload = open_host_tier(cache, slots), Offload(blocks, Tier(slots))
     elif options.disk_cache is not None:  # never below a tier in the host's memory, which a CPU does not have
         weights = file_times(Path(options.model))
-        mover, tier, block_seconds = open_disk_tier(cache, options.disk_cache, on_disk, weights)
-        offload = Offload(blocks, tier, block_seconds)
+        if (below := open_disk_tier(cache, options.disk_cache, on_disk, weights)) is not None:
+            mover, offload = below.mover, Offload(blocks, below.tier, below.block_seconds)
     scheduler = Scheduler(
         limits,
         blocks,

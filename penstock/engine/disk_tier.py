@@ -58,6 +58,8 @@ PIECE_BYTES = 32 << 20  # of a push, after which loads may come first
 TRIALS = 4  # reads at the start, of which the best counts
 UNMEASURED = 200e6  # bytes/s of a disk on which nothing could be tried
 MOST_FOLDERS = 1024
+# Of a disk that fails, which is no reason not to serve; all else is a mistake of whoever named the folder
+FAILS = (errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 
 
 class DiskTier(NamedTuple):
@@ -229,9 +231,9 @@ class DiskSlots:
         return slot * self.block_bytes
 
 
-def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str = "") -> DiskTier:
-    """Open the tier below a cache, with so many slots and what an engine before this one has left in them. Raises
-    ConfigError when the directory cannot be used.
+def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str = "") -> DiskTier | None:
+    """Open the tier below a cache, with so many slots and what an engine before this one has left in them. None when
+    the disk fails: then all is computed. Raises ConfigError when the directory cannot be used.
 
     Args:
         weights: see `DiskSlots`.
@@ -240,6 +242,9 @@ def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str 
         slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights)
     except (OSError, RuntimeError) as error:  # as where there is no such user
         reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) in FAILS:
+            log.error("%s: %s fails (%s): nothing is kept there until the next start", OPTION, directory, reason)
+            return None
         raise ConfigError(f"{OPTION}: {directory!r} cannot be used ({reason}), allowed is a folder", OPTION) from None
     tier = Tier(num_slots, "disk")
     tier.restore(slots.kept)

@@ -345,3 +345,17 @@ def test_what_cannot_be_had_is_refused(checkpoint, changes, says):
     assert refused.value.field in ("disk-cache", "disk-cache-size")
     with pytest.raises(ConfigError, match="not supported yet on cuda"):
         check_disk_tier("/tmp", None, torch.device("cuda"), 1)
+
+
+@pytest.mark.parametrize("fails", [errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_at_the_start_is_no_reason_not_to_serve(checkpoint, tmp_path, monkeypatch, caplog, fails):
+    def mkdir(*_, **__):
+        raise OSError(fails, os.strerror(fails))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", mkdir)
+        built = build_engine(options_of(checkpoint, disk_cache=str(tmp_path / "disk")), SystemClock())
+    assert os.strerror(fails) in caplog.text
+    assert Collector(built.engine).run(make_request("first", prompt_of(0, 250)))["first"]
+    built.engine.check()
+    built.close()
