@@ -56,4 +56,6 @@ def _check_place(master: str) -> None:
     except ValueError:
         port = 0
     if not port:
-        raise ConfigError(f"cluster.master: {master!r}, allowed is HOST:PORT of a deployment's master", "master")
+        raise ConfigError(
+            f"cluster.master: {master!r}, allowed is HOST:PORT of a deployment's master, or [IPv6]:PORT", "master"
+        )

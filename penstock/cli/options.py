@@ -135,6 +135,12 @@ def text(value: str) -> str:
     return value
 
 
+def host(value: str) -> str:
+    if not value or set("[]/ ") & set(value):
+        raise ValueError("a name or an address to listen on, an IPv6 address without brackets")
+    return value
+
+
 def words(value: str) -> tuple[str, ...]:
     """Comma-separated."""
     parts = tuple(part.strip() for part in value.split(",") if part.strip())

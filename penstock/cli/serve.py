@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
-from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, text, words
+from penstock.cli.options import (
+    Option,
+    add_options,
+    host,
+    integer,
+    number,
+    one_of,
+    read_options,
+    size,
+    switch,
+    text,
+    words,
+)
 from penstock.cli.run_folder import run_folder
 from penstock.core.layout import KV_DTYPES
 from penstock.sched.local import LOCAL_POLICIES, speculation
@@ -123,7 +135,7 @@ ENGINE_OPTIONS = (
     Option("weight-cache", switch, True, "keep packed weights in ~/.cache/penstock/weights, and map them at a start"),
 )
 SERVER_OPTIONS = (
-    Option("host", text, "127.0.0.1", "address to listen on"),
+    Option("host", host, "127.0.0.1", "address to listen on"),
     Option("port", integer(0, 65535), 8000, "port to listen on; 0 takes a free one"),
     Option("served-model-name", words, None, "names that clients may use, separated by commas; by default MODEL"),
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),

@@ -172,6 +172,7 @@ def test_folders_are_the_same_ones_for_processes_that_run_elsewhere(tmp_path, mo
     ("argv", "says"),
     [
         (["serve", "--port", "http"], "penstock: --port: 'http', allowed is"),
+        (["serve", "--host", "[::1]"], "penstock: --host: '[::1]', allowed is a name or an address"),
         (["serve", "--no-such-flag"], "(see penstock serve --help)"),
         (["serve", "/no/such/folder"], "penstock: "),
         (["serve", "demo", "--disk-cache", "~nobody-here/x"], "penstock: --disk-cache: '~nobody-here/x', allowed is"),
