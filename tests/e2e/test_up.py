@@ -145,7 +145,8 @@ def test_a_stopped_process_is_noticed_named_and_replaced(up, victim):
 
     if victim == "master":  # its frontends do without
         assert complete(up).status_code == 200
-        assert up.metric("routing_decisions_total", policy="fallback") == alone + 1
+        decided = up.metric("routing_decisions_total", policy="fallback") - alone
+        assert decided == 1 or up.pids().get(victim) != pids[victim], "by itself, unless the next master was quicker"
     else:
         answer = eventually(refused, 20, up.log)
         assert time.monotonic() - stopped < SILENCE + 2  # two for a busy machine
