@@ -47,6 +47,10 @@ class StepTimer:
         # per token that is read
         self._kv_ms = (times.step_ms(decodes=1, kv_tokens=FAR) - times.step_ms(decodes=1)) / times.seen(1, FAR)
 
+    def slow_down(self, factor: float) -> None:
+        """Steps take so many times as long from now on."""
+        self._seconds *= factor
+
     def step(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
         work = plan.work
