@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_checkpoint(deployment: Deployment) -> None:
-    """Raise ConfigError, as an engine would at its start, where settings of groups do not fit the model or the device."""
+    """Raise ConfigError, as an engine would at its start, where settings do not fit the model, or the device."""
     real = [group for group in deployment.groups if not (group.modelled or group.adopted)]
     if not real:
         return
