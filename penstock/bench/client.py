@@ -17,6 +17,7 @@ from penstock.core.errors import ConfigError, Unavailable
 # Connections idle for longer are not reused: servers commonly close them at 5 s, and a request sent into a
 # connection that is being closed would fail through no fault of the server.
 KEEPALIVE_SECONDS = 2.0
+RETRY_AFTER = 1.0  # seconds until what was too much is asked again, where the server does not say
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -121,13 +122,25 @@ class Client:
 
     async def get(self, path: str) -> tuple[int, str]:
         """(status, body) of a GET. Raises `Unavailable` when there is no answer."""
-        return await self._ask("GET", path, None)
+        status, text, _ = await self._ask("GET", path, None)
+        return status, text
 
-    async def post(self, path: str, body: dict[str, Any], name: str = "") -> tuple[int, str]:
-        """(status, body) of a POST of JSON; `name` as in `Call`. Raises `Unavailable` when there is no answer."""
-        return await self._ask("POST", path, msgspec.json.encode(body), name)
+    async def post(self, path: str, body: dict[str, Any], name: str = "", *, patient: bool = False) -> tuple[int, str]:
+        """(status, body) of a POST of JSON; `name` as in `Call`. Raises `Unavailable` when there is no answer.
 
-    async def _ask(self, method: str, path: str, body: bytes | None, name: str = "") -> tuple[int, str]:
+        Args:
+            patient: ask again where there are too many requests (429), after what `Retry-After` says, until the
+                timeout.
+        """
+        content, until = msgspec.json.encode(body), self.clock.now() + self._timeout
+        while True:
+            status, text, wait = await self._ask("POST", path, content, name)
+            if not patient or status != 429 or self.clock.now() + wait > until:
+                return status, text
+            await asyncio.sleep(wait)
+
+    async def _ask(self, method: str, path: str, body: bytes | None, name: str = "") -> tuple[int, str, float]:
+        """Status, body, and seconds after which to ask again."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         headers |= {"X-Request-Id": name} if name else {}
         try:
@@ -135,7 +148,9 @@ class Client:
                 asyncio.timeout(self._timeout),
                 self._session.request(method, self.base_url + path, data=body, headers=headers) as response,
             ):
-                return response.status, await response.text(errors="replace")
+                wait = response.headers.get("Retry-After", "")
+                seconds = float(wait) if wait.isascii() and wait.isdecimal() else RETRY_AFTER  # a date is not read
+                return response.status, await response.text(errors="replace"), seconds
         except (TimeoutError, self._aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"{self.base_url}{path}: no answer ({type(error).__name__}: {error})") from error
 

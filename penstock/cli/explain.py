@@ -233,7 +233,10 @@ def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
         )
         for went in outcome["recoveries"]:
             source = f" from {went['source']}" if went["source"] else ""
-            foretold = "" if went["predicted_ms"] is None else f" ({went['predicted_ms']:,.1f} ms predicted)"
+            foretold = "" if went["predicted_ms"] is None else f" ({went['predicted_ms']:,.1f} ms predicted"
+            if foretold and went["recompute_ms"] is not None and went["how"] in ("fetch", "remap"):
+                foretold += f", {went['recompute_ms']:,.1f} ms by computing it"
+            foretold += ")" if foretold else ""
             yield _plain(
                 f"  interrupted, it went on at {went['at']} by {went['how']}{source}, {went['tokens']:,} tokens of it: "
                 f"{went['took_ms']:,.1f} ms from its place to its next token{foretold}, "

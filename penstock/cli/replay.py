@@ -53,7 +53,13 @@ def add_parser(commands: Any) -> None:
     add_flag(
         parser, "max-concurrency", integer(1), help=f"requests in flight at most (default: {AT_ONCE}; with a speed any)"
     )
-    add_flag(parser, "timeout", number(0, 1e6), 600.0, help="seconds that one request may take (default: 600)")
+    add_flag(
+        parser,
+        "timeout",
+        number(0, 1e6),
+        600.0,
+        help="seconds that one request may take, and be refused as too much meanwhile (default: 600)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.set_defaults(run=run)
 

@@ -53,6 +53,7 @@ def make_tables() -> ScenarioTables:
             Option("seed", integer(0), 0, "of traffic, step times and lots"),
             Option("target", number(0, 1), TARGET, "share of online requests that have to keep their targets"),
             Option("latency-ms", between(0, 10_000), 0.2, "of messages between frontend, master and instances"),
+            Option("slow-after", between(0, 86_400), 60.0, "seconds of work after which a slow instance is restarted"),
         ),
         workload=(
             Option("trace", text, "", "a file in the folder of traces"),
@@ -152,6 +153,7 @@ def make_tables() -> ScenarioTables:
             needed("instance", text, help="which dies"),
             needed("at", between(0, 1e9), help="seconds from the start"),
             needed("restart-after", between(0, 1e9), help="seconds until it lives again; by default never"),
+            needed("slow", between(1, 1000), help="it does not die: its steps take so many times as long from then on"),
         ),
     )
 

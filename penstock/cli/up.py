@@ -88,14 +88,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_checkpoint(deployment: Deployment) -> None:
-    """Raise ConfigError, as an engine would at its start, where the groups' settings do not fit the model."""
+    """Raise ConfigError, as an engine would at its start, where settings do not fit the model, or the device."""
     real = [group for group in deployment.groups if not (group.modelled or group.adopted)]
     if not real:
         return
+    import torch
+
+    from penstock.engine.disk_tier import check_disk_tier
     from penstock.nn.loader import read_architecture
 
     directory = find_checkpoint(deployment.model)
     for group in real:
+        on_disk = (group.options["disk_cache"], group.options["disk_cache_size"])
+        check_disk_tier(*on_disk, torch.device(group.device), group.ranks)
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 

@@ -292,7 +292,8 @@ async def _exchange(request: RecordedRequest, target: Target, result: Result) ->
 
 async def _answer(request: RecordedRequest, target: Target) -> Sequence[Choice]:
     """Its outputs, in order. Raises Unavailable when there is no good answer."""
-    status, text = await target.client.post(PATH, body_of(request, target.model), (NAMED + request.id)[:MOST_NAME])
+    name = (NAMED + request.id)[:MOST_NAME]
+    status, text = await target.client.post(PATH, body_of(request, target.model), name, patient=True)
     if status != 200:
         raise Unavailable(f"http {status}: {error_message(text)}")
     try:

@@ -21,6 +21,7 @@ from penstock.core.host_port import has_ipv6
 from penstock.core.request import TokenOutput
 from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
+    AT_WORK,
     LEASE,
     AskCache,
     CacheDelta,
@@ -229,12 +230,16 @@ class EngineServer:
             return GOING
         if not stalled and engine.has_work and (not engine.tokens_in_flight or engine.ended):
             return 0.0
-        due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at, engine.look_again_at)
+        due = min(self._beat + self._report_every, engine.gives_up_at, engine.look_again_at)
         if self._changed or any(kept.changed for kept in engine.cache_logs.values()):
             due = min(due, self._snapshot_at + SNAPSHOT)
         if self._handoffs is not None and self._handoffs.busy:
             due = min(due, self._ticked_at + self._tick_every)
         return max(0.0, due - self._clock.now())
+
+    @property
+    def _report_every(self) -> float:
+        return AT_WORK if self._engine.has_work else REPORT_INTERVAL
 
     def _step(self) -> bool:
         """Start steps and report ended ones; False when there was no room."""
@@ -281,7 +286,7 @@ class EngineServer:
         if self._handoffs is not None and now - self._ticked_at >= self._tick_every:
             self._ticked_at = now
             self._handoffs.tick(now)
-        if now - self._beat >= REPORT_INTERVAL:
+        if now - self._beat >= self._report_every:
             self._report([], 0)
         if now - self._snapshot_at >= SNAPSHOT:
             self._tell_masters(now)

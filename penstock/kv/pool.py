@@ -273,6 +273,10 @@ class BlockPool:
         assert self._idle.keys() <= set(self._free)
         self._free = [block for block in self._free if block not in self._idle]
 
+    def published(self) -> list[Published]:
+        """Everything that can be found."""
+        return list(self._named.values())
+
     def clear(self) -> list[int]:
         """Forget everything that nobody holds. Returns the blocks whose contents nobody needs, in this instance or in
         another, in ascending order."""

@@ -548,10 +548,18 @@ class Metrics:
             ["model_name", "how"],
             registry=self.registry,
         )
+        computed = Counter(
+            PREFIX + "recovery_recompute_seconds",
+            "The same as it was predicted for computing whatever the instance did not have, in sum; what it took less "
+            "is saved",
+            ["model_name", "how"],
+            registry=self.registry,
+        )
         self._recoveries = {
-            how: (recoveries.labels(model_name, how), took.labels(model_name, how), predicted.labels(model_name, how))
+            how: [each.labels(model_name, how) for each in (recoveries, predicted, computed)]
             for how in ("recompute", "cache", "fetch", "remap")
         }
+        self._recovery_took = {how: took.labels(model_name, how) for how in self._recoveries}
         hedged = Counter(
             PREFIX + "hedged_requests",
             "Sequences that began again elsewhere while their engine stood still; overtaken: they went on there; "
@@ -662,12 +670,13 @@ class Metrics:
         self._handoffs.inc()
 
     @_later
-    def observe_recovery(self, how: str, seconds: float, predicted: float | None) -> None:
-        """An interrupted sequence continues, so many seconds after it got a place; `how`: see `Recovery`."""
-        count, took, foretold = self._recoveries[how]
+    def observe_recovery(self, how: str, took: float, predicted: float | None, recompute: float | None) -> None:
+        """An interrupted sequence continues, so many seconds after it got a place; arguments as in `Recovery`."""
+        count, foretold, computed = self._recoveries[how]
         count.inc()
-        took.observe(seconds)
-        foretold.inc(seconds if predicted is None else predicted)
+        self._recovery_took[how].observe(took)
+        foretold.inc(took if predicted is None else predicted)
+        computed.inc(took if recompute is None else recompute)
 
     @_later
     def observe_hedge(self, how: Literal["overtaken", "returned"]) -> None:

@@ -56,7 +56,7 @@ from penstock.service.fallback import least_loaded
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight, peers_of
 from penstock.service.generation import Generation
 from penstock.service.hedging import AGAIN as HEDGE_AGAIN
-from penstock.service.hedging import to_hedge
+from penstock.service.hedging import suspects, to_hedge
 from penstock.service.instances import Change, ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.isolation import CAUSE, PROBATION, Causes, Life, judge, life_of
 from penstock.service.placement import NOBODY, Answer, Placement
@@ -83,6 +83,7 @@ class Instance:
         load: sequences on it, as it said last.
         asleep: the level at which it sleeps, or is about to, as it said last; 0 while it takes requests.
         suspicion: why it cannot serve, or may not be able to, as its launcher says; "" when that says nothing.
+        host: where it is; "" for this one, where that needs no address.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Instance:
     load: int = 0
     asleep: int = 0
     suspicion: str = ""
+    host: str = ""
 
     def state(self, now: float) -> str:
         """ "starting", "ready", "sleeping", "silent", "stuck" or "lost"."""
@@ -281,7 +283,7 @@ class EngineClient:
             if flight is not None:
                 self._forget(flight)
                 self._cancel(flight, flight.peers)
-                if flight.held_at is not None:
+                if flight.held_at:
                     self._let_go(flight)
 
     def _forget(self, flight: Flight[Generation], outcome: Outcome | None = None) -> None:
@@ -398,14 +400,14 @@ class EngineClient:
         serving = {instance.name for instance in self.instances.values() if instance.serves(now)}
         for flight in list(self.flights.values()):
             able = serving.difference(flight.failed_at)
-            if not flight.placed and flight.held_at is None and able and able.issubset(flight.avoid):
+            if not flight.placed and not flight.held_at and able and able.issubset(flight.avoid):
                 flight.avoid.clear()
                 flight.again()
                 self._ask(flight)
 
     def _give_up(self, flight: Flight[Generation], error: PenstockError) -> None:
         """No instance can take it: end it with an error, unless it still is at one that may hang."""
-        if flight.held_at is not None:
+        if flight.held_at:
             flight.hedge_at = self._clock.now() + HEDGE_AGAIN
             self._take_back(flight)
             return
@@ -444,11 +446,11 @@ class EngineClient:
         if self._causes.awaited(flight.places):
             return
         now = self._clock.now()
-        if flight.held_at is not None and not flight.suspected:
+        if flight.held_at and not flight.suspected:
             self._take_back(flight)
             return
         self._cancel(flight, flight.peers)
-        if flight.held_at is not None:
+        if flight.held_at:
             self._let_go(flight)  # it is not alone there
         if flight.launches >= ATTEMPTS:
             why = f"{flight.interrupted}, one of {flight.launches} failed attempts"
@@ -457,7 +459,7 @@ class EngineClient:
             return
         log.info("request %s: %s; it has %d tokens", flight.id, flight.interrupted, flight.received)
         flight.owner.interrupted(flight.index, flight.received, flight.interrupted)
-        flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._reaches(peer)]
+        flight.avoid = [*flight.suspects, *(peer.name for peer in flight.places if not self._reaches(peer))]
         flight.avoid += self._unlike(flight)
         if flight.suspected:
             flight.avoid.append(flight.broke[-1])  # which may be to blame itself
@@ -481,8 +483,8 @@ class EngineClient:
     def _resumed(self, flight: Flight[Generation], output: TokenOutput) -> None:
         """It has continued: its first output from the new placement has arrived."""
         went = flight.resumed(output, self._clock.now())
-        predicted = None if went.predicted_ms is None else went.predicted_ms / 1e3
-        self._metrics.observe_recovery(went.how, went.took_ms / 1e3, predicted)
+        seconds = [None if ms is None else ms / 1e3 for ms in (went.predicted_ms, went.recompute_ms)]
+        self._metrics.observe_recovery(went.how, went.took_ms / 1e3, *seconds)
         text = "request %s goes on at %s from token %d: %d tokens of %d were found there%s, after %.1f ms"
         known = len(flight.request.prompt) + output.start
         brought = f" or came from {went.source}" if went.source else ""
@@ -497,49 +499,58 @@ class EngineClient:
         self._hedge(self._clock.now())
 
     def _hedge(self, now: float) -> None:
-        """Begin again elsewhere what is at instances that may hang."""
+        """Begin again elsewhere what is at instances that may hang, or keep it from them."""
+        suspected = suspects(self.instances.values(), now)
+        hang = [name for name, _ in suspected]
         begun: Counter[str] = Counter()
-        for flight in to_hedge(self.instances.values(), self.flights.values(), now):
+        for flight, remedy in to_hedge(suspected, self.flights.values(), now) if suspected else ():
             if flight.id not in self.flights:
                 continue  # it has ended with another, which had no place
-            name = flight.here.name
-            begun[name] += 1
-            if flight.unheard:
-                flight.leave(f"{name} may hang: {self.instances[name].suspicion}", now)
+            if remedy == "keep":
+                here = flight.keep(now)
+                self._channels.send(here.name, Migrate(here.incarnation, flight.id, flight.attempt, here))
+                continue
+            life = next(life for life in map(life_of, flight.places) if life in suspected)
+            begun[f"{life[0]} may hang ({suspected[life]})"] += 1
+            if remedy == "leave":
+                flight.leave(f"{life[0]} may hang: {suspected[life]}", hang, now)
                 self._go_on(flight)
             else:
                 flight.avoid = self._unlike(flight)
-                flight.hedge(now)
+                flight.hedge(f"{life[0]} may hang", hang, now)
                 flight.asked_first = now
                 self._add_keys(flight)
                 self._ask(flight)
-        for name, count in begun.items():
-            text = "%s may hang (%s): %d sequences begin again elsewhere as well"
-            log.warning(text, name, self.instances[name].suspicion, count)
+        for why, count in begun.items():
+            log.warning("%s: %d sequences begin again elsewhere as well", why, count)
 
     def _take_back(self, flight: Flight[Generation]) -> None:
         """The attempt that stood still goes on, and the other one is over."""
         self._cancel(flight, flight.peers)
         flight.take_back()
         flight.avoid.clear()
-        self._settle(flight)
+        self._placement.settled(Settled(flight.id, flight.attempt, flight.at))  # a hand-over may be open, too
         if flight.heard:
             self._placement.begun([flight.id])
 
     def _let_go(self, flight: Flight[Generation]) -> None:
-        """The attempt that stood still is over; its engine learns of that when it goes on."""
-        peer, attempt = flight.let_go()
-        if peer.name in self.instances and self.instances[peer.name].is_current(peer.incarnation):
-            self._channels.send(peer.name, Cancel(peer.incarnation, [flight.id], attempt))
+        """The attempt that stood still is over; its engines learn of that when they go on."""
+        peers, attempt = flight.let_go()
+        for peer in peers:
+            if peer.name in self.instances and self.instances[peer.name].is_current(peer.incarnation):
+                self._channels.send(peer.name, Cancel(peer.incarnation, [flight.id], attempt))
 
-    def _came_back(self, flight: Flight[Generation], output: TokenOutput) -> None:
+    def _came_back(self, flight: Flight[Generation], name: str, output: TokenOutput) -> None:
         """Something came of the attempt that stood still, before anything came of the other."""
         if output.finish is FinishReason.ABORT:
-            peer, _ = flight.let_go()
-            self._ask_again(flight, f"{peer.name} dropped this request")
-        else:
-            self._take_back(flight)
-            self._metrics.observe_hedge("returned")
+            self._let_go(flight)
+            self._ask_again(flight, f"{name} dropped this request")
+        elif output.start <= flight.received:  # else who stands still has what is before it
+            self._return(flight)
+
+    def _return(self, flight: Flight[Generation]) -> None:
+        self._take_back(flight)
+        self._metrics.observe_hedge("returned")
 
     def _ask_again(self, flight: Flight[Generation], why: str) -> None:
         """The attempt that stood still is lost: where it was asked for a place with room to spare, any will do."""
@@ -610,7 +621,7 @@ class EngineClient:
             self._metrics.forget_engine(name)
         elif name not in self.instances:
             self._metrics.add_engine(name)
-            self.instances[name] = Instance(name, change.endpoint.role)
+            self.instances[name] = Instance(name, change.endpoint.role, host=change.endpoint.host)
         self.changed.set()
 
     def _on_event(self, name: str, event: Event | ChannelLost | msgspec.DecodeError) -> None:
@@ -665,6 +676,12 @@ class EngineClient:
                 self._sleeps.answered(instance.name, event)
             case Stayed():
                 flight = self.flights.get(event.request_id)
+                if (
+                    flight is not None
+                    and event.here
+                    and flight.is_held(instance.name, event.incarnation, event.generation)
+                ):
+                    self._return(flight)
                 if flight is not None and flight.stayed(instance.name, event, instance.heard):
                     self._settle(flight)
                     if flight.stranded:
@@ -744,8 +761,8 @@ class EngineClient:
             for peer in flight.peers:
                 if life_of(peer) == life_of(life):
                     flight.lose(peer, reason, now)
-            if flight.held_at is not None and life_of(flight.held_at) == life_of(life):
-                flight.let_go()
+            if life_of(life) in map(life_of, flight.held_at):
+                self._let_go(flight)
                 self._ask_again(flight, f"{life.name} failed during this request ({reason})")
         stranded = {id(flight.owner) for flight in self.flights.values() if flight.stranded}
         self._rescue()
@@ -782,7 +799,7 @@ class EngineClient:
             if flight is None:
                 continue
             if flight.is_held(name, report.incarnation, output.generation):
-                self._came_back(flight, output)
+                self._came_back(flight, name, output)
             elif output.generation < flight.attempt and output.finish is None:  # so was one that is over
                 self._channels.send(name, Cancel(report.incarnation, [output.request_id], output.generation))
             self._receive(flight, name, report.incarnation, output)
@@ -798,7 +815,7 @@ class EngineClient:
                 self._settle(flight)
             if flight.heard and not heard:
                 self._placement.begun([output.request_id])
-                if flight.held_at is not None:
+                if flight.held_at:
                     self._let_go(flight)
                     self._metrics.observe_hedge("overtaken")
                 if flight.interrupted:

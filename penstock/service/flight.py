@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Generic, TypeVar
@@ -19,6 +19,7 @@ AGAIN = "the request can be sent again"  # appended to errors of requests that w
 ATTEMPTS = 4  # placements in a row that may bring nothing; see also `service.isolation`
 PATIENCE = 5.0  # seconds that an interrupted sequence waits for a placement; a failed engine may be back by then
 SIGN_OF_LIFE = 1.0  # seconds for a possible owner to report, when the other side of a hand-off is lost
+OBEYS = 0.3  # seconds for an instance to say that it keeps a sequence, after which it may have been handed over
 
 
 Owner = TypeVar("Owner")
@@ -43,9 +44,14 @@ class _Stay:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An attempt at an instance that may hang, while another one is made elsewhere; fields as those of its flight."""
+    """An attempt at instances that may hang, while another one is made elsewhere; fields as those of its flight.
 
-    stay: _Stay
+    Attributes:
+        avoid: instances at which the other one is not: those that may hang, and those that may have this one.
+    """
+
+    avoid: Collection[str]
+    stays: list[_Stay]
     attempt: int
     heard: int
     legs: list[Leg]
@@ -65,8 +71,8 @@ class Flight(Generic[Owner]):
     When no instance has the sequence, or its owner is unknown, it is `stranded`: it is sent elsewhere and continues
     after the tokens passed on so far. Noise is a function of seed and position, so the same tokens follow.
 
-    While its instance may hang, another attempt can be made beside the one there (a hedged request). It goes on with
-    the one that brings something first, and what comes of the other is dropped.
+    While its instance may hang, another attempt can be made beside the one there (a hedged request), also in the middle
+    of a hand-off. It goes on with the one that brings something first, and what comes of the other is dropped.
 
     Args:
         owner: receives its outputs.
@@ -87,7 +93,7 @@ class Flight(Generic[Owner]):
         handoffs: that came about, in all attempts.
         interrupted: why an attempt was lost; "" if none was.
         stranded: that is so of this attempt.
-        suspect: name of an instance to avoid in the next placement; "" for none.
+        suspects: names of instances to avoid in the next placement.
         asked_first: when a placement was first asked for, while it has none.
         failed_at: instances that refused it.
         avoid: instances to avoid: they were lost, which the master may not know yet.
@@ -118,7 +124,7 @@ class Flight(Generic[Owner]):
         self.handoffs = 0
         self.interrupted = ""
         self.stranded = False
-        self.suspect = ""
+        self.suspects: Collection[str] = ()
         self.asked_first = arrival
         self.failed_at: list[str] = []
         self.avoid: list[str] = []
@@ -138,6 +144,7 @@ class Flight(Generic[Owner]):
         self._early: dict[int, TokenOutput] = {}  # by their place; what is before them has not come
         self.deadline: float | None = None
         self.hedge_at = -inf
+        self._kept: _Stay | None = None  # to whom it is not to be handed over any more
         self._held: _Held | None = None
         self._newest = 0  # attempt; what was taken back has had a later number
 
@@ -181,9 +188,9 @@ class Flight(Generic[Owner]):
         return [peer for peer in self.places if peer not in self._lost]
 
     @property
-    def held_at(self) -> Peer | None:
-        """The instance that may hang, whose attempt may still be the first; None without one."""
-        return None if self._held is None else self._held.stay.peer
+    def held_at(self) -> list[Peer]:
+        """The instances of an attempt that stands still, and may still be the first; empty without one."""
+        return [] if self._held is None else [stay.peer for stay in self._held.stays]
 
     @property
     def route(self) -> str:
@@ -208,7 +215,7 @@ class Flight(Generic[Owner]):
             request.priority,
             self.attempt,
             self.waited(now),
-            [*self.failed_at, *self.avoid, *([self._held.stay.peer.name] if self._held is not None else [])],
+            [*self.failed_at, *self.avoid, *(self._held.avoid if self._held is not None else ())],
             request.ttft_ms,
             request.tpot_ms,
             request.offline,
@@ -283,6 +290,7 @@ class Flight(Generic[Owner]):
             self._placed.next_ms,
             (now - self._placed_at) * 1e3,
             (now - self._since) * 1e3,
+            self._placed.recompute_ms,
         )
         self.recoveries.append(recovery)
         return recovery
@@ -300,29 +308,44 @@ class Flight(Generic[Owner]):
     # --- beside an attempt that stands still
 
     @property
-    def unheard(self) -> bool:
-        """Whether it is being handed over, and nothing came of this attempt: it can begin again at no loss."""
-        early = len(self._stays) > 1 and not (self.heard or self.stranded or self._held)
-        return early and self.launches < ATTEMPTS
+    def can_keep(self) -> bool:
+        """Whether it is being handed over, and who has it was not told yet to keep it."""
+        open_ = len(self._stays) > 1 and not (self.handed_over or self.stranded or self._held)
+        return open_ and self._stays[1] is not self._kept and self.here not in self._lost
 
-    def leave(self, why: str, now: float) -> None:
-        """It is stranded: its instance may hang, and has brought nothing."""
-        assert self.unheard, "something came of it"
-        at = self.here.name
+    def keep(self, now: float) -> Peer:
+        """Its next instance may hang: returns who is to be told to keep it. `stayed` says so, unless it may have been
+        handed over."""
+        assert self.can_keep, "it is not being handed over"
+        self._kept, self.hedge_at = self._stays[1], now + OBEYS
+        return self.here
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether it is being handed over, and nothing is of use that may still come of this attempt without its first
+        instance: nothing came of that, or what comes of the next one waits for it."""
+        lame = len(self._stays) > 1 and (not self.heard or bool(self._early))
+        return lame and self.launches < ATTEMPTS and not (self.stranded or self._held)
+
+    def leave(self, why: str, hang: Collection[str], now: float) -> None:
+        """It is stranded: its first instance may hang, as all of these."""
+        assert self.can_leave, "something may come of it"
         self._strand(why, now)
-        self.suspect = at
+        self.suspects = hang
 
     def can_hedge(self, now: float) -> bool:
-        """Whether another attempt can be made beside this one: this one is at one instance, and not held now. No more
-        are made than after losses: it may be this sequence that makes engines hang."""
-        alone = len(self._stays) == 1 and self._held is None and self.launches < ATTEMPTS
-        return alone and now >= self.hedge_at and not (self.stranded or self._early or self._lost)
+        """Whether another attempt can be made beside this one: this one is whole, and none is held now. No more are
+        made than after losses: it may be this sequence that makes engines hang."""
+        free = self.placed and self._held is None and self.launches < ATTEMPTS
+        return free and now >= self.hedge_at and not (self.stranded or self._early or self._lost)
 
-    def hedge(self, now: float) -> None:
-        """Its instance may hang: make another attempt, which needs a place, beside the one there."""
+    def hedge(self, why: str, hang: Collection[str], now: float) -> None:
+        """Where it is, or is being handed over to, may hang, as all of these: make another attempt beside this one. It
+        needs a place."""
         assert self.can_hedge(now), "an attempt is where it cannot be left"
         self._held = _Held(
-            self._stays[0],
+            {*hang, *(stay.peer.name for stay in self._stays)},
+            self._stays,
             self.attempt,
             self.heard,
             self.legs,
@@ -333,15 +356,14 @@ class Flight(Generic[Owner]):
             self.interrupted,
             self._since,
         )
-        self.interrupted, self._since = f"{self.here.name} may hang", now
+        self.interrupted, self._since = why, now
         self.again()
 
     def is_held(self, name: str, incarnation: int, generation: int) -> bool:
-        """Whether an output is of the attempt that stood still."""
-        held = self._held
-        if held is None or generation != held.attempt:
+        """Whether something is said of the attempt that stood still."""
+        if self._held is None or generation != self._held.attempt:
             return False
-        return (name, incarnation) == (held.stay.peer.name, held.stay.peer.incarnation)
+        return any((peer.name, peer.incarnation) == (name, incarnation) for peer in self.held_at)
 
     def take_back(self) -> None:
         """The attempt that stood still goes on, and the other one is over."""
@@ -349,17 +371,17 @@ class Flight(Generic[Owner]):
         assert held is not None, "no attempt was held"
         self._leave_all()
         self.attempt, self.heard, self.legs = held.attempt, held.heard, held.legs
-        self._stays, self._names = [held.stay], held.names
+        self._stays, self._names = held.stays, held.names
         self._placed, self._placed_at, self._brought = held.placed, held.placed_at, held.brought
         self.interrupted, self._since = held.interrupted, held.since
         if self.first is None:
             self.launched, self.predicted_ttft = held.placed_at, held.placed.predicted_ttft
 
-    def let_go(self) -> tuple[Peer, int]:
+    def let_go(self) -> tuple[list[Peer], int]:
         """The attempt that stood still is over; returns where it was, and its number."""
-        held, self._held = self._held, None
+        peers, held, self._held = self.held_at, self._held, None
         assert held is not None, "no attempt was held"
-        return held.stay.peer, held.attempt
+        return peers, held.attempt
 
     # --- hand-offs
 
@@ -425,7 +447,7 @@ class Flight(Generic[Owner]):
                     raise InvalidRequest(output.error, FIELD)
                 raise EngineFailure(f"{name} gave this request up: {output.error}")
             self._strand(f"{name} dropped this request", now)
-            self.suspect = self._stays[-1].peer.name  # that hand-over was lost
+            self.suspects = [self._stays[-1].peer.name]  # that hand-over was lost
             return []
         self.heard += 1
         if output.tokens:
@@ -482,7 +504,7 @@ class Flight(Generic[Owner]):
 
     def _strand(self, why: str, now: float) -> None:
         self.stranded, self.interrupted, self._since = True, why, now
-        self.suspect = ""
+        self.suspects = ()
 
     def _look(self, now: float) -> None:
         """Determine the possible owners, and the deadline for them to report."""

@@ -4,7 +4,11 @@ Scale: hedged requests; xLLM, section 3.5).
 An engine that stands still may come back, and is killed only after the heartbeat's timeout. Its online sequences do not
 wait for that: each gets another attempt elsewhere, and goes on with the one that first brings something. Whoever starts
 engines can tell one that stands still from one that is busy (`service.watch`), and the frontend has heard nothing of
-it: a launcher that hears nothing either suspects what may be well.
+it: a launcher that hears nothing either suspects what may be well. Of a host that cannot be reached nobody can tell
+that: it is suspected when nothing of it is heard, while others are.
+
+In the middle of a hand-over it is not known who has it, if either of the two stands still. Where the other one is the
+first, it is told to keep it, and mostly can. Else another attempt begins, and this one may come from either.
 
 What that costs is bounded. Nothing begins again that is not online, or that may break engines (`isolation`), nor where
 no other instance has room (`Place.hedged`), nor while most instances are suspected: then the machine is slow, and more
@@ -13,16 +17,18 @@ work is the last thing it needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal, Protocol
 
-from penstock.core.wire.engine import Ready
+from penstock.core.wire.engine import AT_WORK, Ready
 from penstock.service.flight import Flight
-from penstock.service.isolation import life_of
+from penstock.service.isolation import Life, life_of
 
-QUIET = 0.5  # seconds without a message; an engine with something to do says something after each step
+QUIET = 2.5 * AT_WORK  # seconds without a message
 SHARE = 0.5  # of the instances that serve, which may be suspected at once
 AGAIN = 1.0  # seconds after which it is tried again where there was no room
+
+Remedy = Literal["keep", "leave", "hedge"]
 
 
 class Seen(Protocol):
@@ -34,22 +40,55 @@ class Seen(Protocol):
     def heard(self) -> float: ...
     @property
     def suspicion(self) -> str: ...
+    @property
+    def host(self) -> str: ...
 
 
-def to_hedge(instances: Collection[Seen], flights: Iterable[Flight[Any]], now: float) -> list[Flight[Any]]:
-    """Sequences of instances that may hang, the most urgent first. One that has two places, since it is being handed
-    over, and of which nothing was heard yet is among them."""
+def suspects(instances: Collection[Seen], now: float) -> Mapping[Life, str]:
+    """Instances that may hang or cannot be reached, and why; none while these are too many to be true."""
     serving = [(instance, instance.ready) for instance in instances if instance.ready is not None]
-    suspected = [(instance, ready) for instance, ready in serving if instance.suspicion]
-    if not suspected or len(suspected) > SHARE * len(serving):
-        return []
-    hang = {life_of(ready.peer) for instance, ready in suspected if now - instance.heard > QUIET}
-    found = [
-        flight
-        for flight in flights
-        if flight.placed
-        and not (flight.request.offline or flight.suspected)
-        and life_of(flight.here) in hang
-        and (flight.can_hedge(now) or flight.unheard)
-    ]
-    return sorted(found, key=lambda flight: flight.urgency)
+    silent = _silent_hosts([instance for instance, _ in serving], now)
+    why = {life_of(ready.peer): instance.suspicion or silent.get(instance.host, "") for instance, ready in serving}
+    doubted = {life: text for life, text in why.items() if text}
+    if len(doubted) > SHARE * len(serving):
+        return {}
+    quiet = {life_of(ready.peer) for instance, ready in serving if now - instance.heard > QUIET}
+    return {life: text for life, text in doubted.items() if life in quiet}
+
+
+def _silent_hosts(serving: Iterable[Seen], now: float) -> Mapping[str, str]:
+    """Hosts of which nothing is heard while others are: there may be no way to them. Where nobody is heard it is this
+    process that does not run."""
+    newest: dict[str, float] = {}
+    for instance in serving:
+        newest[instance.host] = max(instance.heard, newest.get(instance.host, instance.heard))
+    last = max(newest.values(), default=now)
+    return {
+        host: f"nothing was heard of {host or 'this host'} for {now - heard:.1f} s"
+        for host, heard in newest.items()
+        if now - heard > QUIET and last - heard > QUIET / 2
+    }
+
+
+def to_hedge(hang: Collection[Life], flights: Iterable[Flight[Any]], now: float) -> list[tuple[Flight[Any], Remedy]]:
+    """Sequences of instances that may hang, the most urgent first, and what is to be done for each: "hedge", another
+    attempt; "leave", the same instead of this one, of which nothing can come; "keep", who has it is well, and is not to
+    hand it over."""
+    found = []
+    for flight in flights:
+        if flight.placed and not (flight.request.offline or flight.suspected):
+            remedy = _remedy(flight, hang, now)
+            if remedy is not None:
+                found.append((flight, remedy))
+    return sorted(found, key=lambda each: each[0].urgency)
+
+
+def _remedy(flight: Flight[Any], hang: Collection[Life], now: float) -> Remedy | None:
+    here, *to = [life_of(peer) in hang for peer in flight.places]
+    if here and flight.can_leave:
+        return "leave"
+    if not here and any(to) and flight.can_keep:
+        return "keep"
+    # who has it, and was not able to keep it, may have given it away after its first token, and not before
+    stands = here or (any(to) and flight.heard > 0)
+    return "hedge" if stands and flight.can_hedge(now) else None

@@ -167,6 +167,7 @@ class Launcher:
         self._candidates: dict[str, str] = {}  # programs on trial -> how they ended; "" while they run
         self._leaving: set[str] = set()  # instances that are to drain
         self._engines_ended: deque[tuple[float, EngineEnded]] = deque()  # the latest, and when that was seen
+        self._restarted: dict[str, tuple[int, float]] = {}  # slow instances -> how often in a row, and when last
         self._givers_file = givers
         self._givers: Mapping[str, str] | None = None  # what is to be in it
         self._givers_written = False
@@ -336,7 +337,9 @@ class Launcher:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
                     self._supervisor.retire(name, now)
-                case RestartInstance(name=name) if name in self._programs:
+                case RestartInstance(name=name, times=times) if name in self._programs:
+                    if times:
+                        self._restarted[name] = times, now
                     self._supervisor.retire(name, now, again=True)
                 case HostRefused(message=message):
                     self._be_refused(message, now)
@@ -401,7 +404,10 @@ class Launcher:
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
         troubles, model = self._supervisor.troubles, self._model
-        return HostReport(self._host, self._incarnation, instances, troubles, model, ended=self.ended)
+        minutes = {name: (times, int(self._clock.now() - at) // 60) for name, (times, at) in self._restarted.items()}
+        return HostReport(
+            self._host, self._incarnation, instances, troubles, model, ended=self.ended, restarted=minutes
+        )
 
     # --- programs that come and go; `service.upgrade` decides which
 

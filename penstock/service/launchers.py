@@ -34,8 +34,8 @@ class Fleet(Protocol):
     def stop(self, name: str) -> None:
         """Without regard to its requests: it has drained."""
 
-    def restart(self, name: str) -> None:
-        """The same, and then start it again."""
+    def restart(self, name: str, times: int) -> None:
+        """The same, and then start it again; `times`: see `RestartInstance`."""
 
 
 @dataclass(slots=True)
@@ -149,8 +149,8 @@ class Launchers:
         self._to_start.pop(name, None)
         self._tell_host_of(name, StopInstance(name))
 
-    def restart(self, name: str) -> None:
-        self._tell_host_of(name, RestartInstance(name))
+    def restart(self, name: str, times: int) -> None:
+        self._tell_host_of(name, RestartInstance(name, times))
 
     def _tell_host_of(self, name: str, message: ToLauncher) -> None:
         for host in self._hosts.values():

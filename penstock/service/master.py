@@ -58,7 +58,6 @@ from penstock.sched.cluster import (
     Later,
     Migration,
     Move,
-    Pace,
     Random,
     Resident,
     SlowInstances,
@@ -494,6 +493,7 @@ class Master:
         sequence.open = decision.open and demand.max_tokens > 1
         if home is not prefiller or sequence.open:
             legs.append(Leg("decode", None if sequence.open else home.peer))
+        predicted = decision.way if demand.interrupted else None
         placed = sequence.placed = Placed(
             place.request_id,
             place.generation,
@@ -504,7 +504,8 @@ class Master:
             _milliseconds(demand.tpot),
             decision.predicted_ttft,
             None if decision.way is None else self._sources.source(decision.way),
-            decision.way.ms if decision.way is not None and demand.interrupted else None,
+            None if predicted is None else predicted.ms,
+            None if predicted is None else predicted.recompute_ms,
         )
         self._in_flight[key] = sequence
         if place.keys:
@@ -736,12 +737,8 @@ class Master:
         return actions
 
     def _restart_slow(self, now: float, slow: SlowInstances) -> list[Action]:
-        paces = [
-            Pace(s.name, s.peer.incarnation, s.role, s.snapshot.speed, s.snapshot.running > 0)
-            for s in self._sessions.values()
-            if s.snapshot is not None and not (s.leaving or s.silent(now))
-        ]
-        restart = slow.look(now, paces)
+        paces = [session.pace for session in self._sessions.values() if not (session.leaving or session.silent(now))]
+        restart = slow.look(now, [pace for pace in paces if pace is not None])
         if restart is None:
             return []
         self._restarting[restart.name] = -inf
@@ -749,6 +746,11 @@ class Master:
         if self._recorder is not None:
             self._recorder.moved(now, restart)
         return self._drain(self._sessions[restart.name], restart.reason)
+
+    def recall_restart(self, now: float, name: str, times: int, ago: float) -> None:
+        """Its launcher says that it was restarted for slowness, perhaps by an earlier master; see `SlowInstances`."""
+        if self._slow is not None:
+            self._slow.recall(now, name, times, ago)
 
     def _retire(self, now: float) -> list[Action]:
         """Stop instances that have drained, or have them start again."""
@@ -763,7 +765,8 @@ class Master:
                 actions.append(StopInstance(name))
             elif now - self._restarting[name] >= TELL_AGAIN:
                 self._restarting[name] = now
-                actions.append(RestartInstance(name))
+                times = 0 if self._slow is None else self._slow.times(name)
+                actions.append(RestartInstance(name, times))
         return actions
 
     def _why_none(self, now: float, place: Place) -> str:

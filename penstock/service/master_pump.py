@@ -172,9 +172,9 @@ class MasterPump:
                 case StopInstance(name):
                     assert self.fleet is not None, "nobody here stops instances"
                     self.fleet.stop(name)
-                case RestartInstance(name):
+                case RestartInstance(name, times):
                     assert self.fleet is not None, "nobody here restarts instances"
-                    self.fleet.restart(name)
+                    self.fleet.restart(name, times)
         self._minutes.write()
         self._set_alarm()
 
@@ -416,6 +416,8 @@ class Desk:
                 self._launchers.hear(self._pump.clock.now(), sender, message)
                 for ended in message.ended:
                     self._roll.engine_ended(ended)
+                for name, (times, minutes) in message.restarted.items():
+                    self._pump.master.recall_restart(self._pump.clock.now(), name, times, 60.0 * minutes)
                 self._tell_troubles()
             case AskMembers():
                 self._roll.call(sender)

@@ -6,6 +6,7 @@ A request's end costs a few references. A thread makes lines of them and appends
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -32,6 +33,7 @@ OVERHEAD = 1000  # as there may be long texts beside them
 AT_ONCE = 1 << 18  # bytes in a write
 SAY_AGAIN = 60.0  # seconds between two lines of the log on the same trouble
 CLOSING = 5.0  # seconds for the rest to be written
+FULL = (errno.ENOSPC, errno.EDQUOT)  # which may pass: nothing but the record waits for it
 
 
 class RequestRecorder:
@@ -44,7 +46,8 @@ class RequestRecorder:
         wall: seconds since 1970, UTC.
 
     Raises:
-        ConfigError: the file cannot be written, is something else, or is written by another process.
+        ConfigError: the file cannot be written, is something else, or is written by another process. A disk without
+            room is no such error: requests are dropped until it has some.
     """
 
     def __init__(
@@ -66,12 +69,14 @@ class RequestRecorder:
         self._waiting: list[RecordedRequest] = []
         self._tokens = 0  # in them
         self._said = ("", 0.0)  # what was logged last, and when
+        self._file: int | None = None
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = self._open()
+            self._file = self._begun()
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"{FIELD}: {self._path} cannot be written ({reason})", FIELD) from None
+            if error.errno not in FULL:
+                raise ConfigError(f"{FIELD}: {self._path} cannot be written ({reason})", FIELD) from None
+            log.warning("requests are not recorded in %s until there is room: %s", self._path, reason)
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="request-recorder", daemon=True)
         self._thread.start()
@@ -114,7 +119,8 @@ class RequestRecorder:
             with self._lock:
                 taken, self._waiting, self._tokens = self._waiting, [], 0
             self._write(taken)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
     def _write(self, requests: list[RecordedRequest]) -> None:
         lines: list[bytes] = []
@@ -140,6 +146,8 @@ class RequestRecorder:
         """All of them, or none."""
         content = b"".join(lines)
         try:
+            if self._file is None:  # there was no room for it
+                self._file = self._begun()
             status = os.fstat(self._file)
             is_full = status.st_size and status.st_size + len(content) > self._limit
             is_removed = not status.st_nlink
@@ -169,6 +177,11 @@ class RequestRecorder:
         if why != said or now - at > SAY_AGAIN:
             self._said = why, now
             log.error("requests are not recorded in %s: %s", self._path, why)
+
+    def _begun(self) -> int:
+        """The file, in a folder that is made for it. Raises as `_open`."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._open()
 
     def _open(self) -> int:
         """The file, at the end of its last whole line. Raises ConfigError, OSError."""

@@ -18,6 +18,7 @@ from penstock.sched.cluster import (
     Fleet,
     InstanceLoad,
     Instances,
+    Pace,
     Scaled,
     ScalingPolicy,
     Start,
@@ -32,6 +33,7 @@ DEAD_AFTER = 60.0  # seconds without a Snapshot after which it gets no work even
 REPEATED = 60.0  # seconds after which a scaling policy's verdicts are recorded again although they are the same
 REMEMBERED = 8  # length of the history: changes of each instance, on average
 UNSEEN = 2  # Snapshots until a request that was placed is certainly in them
+MEASURED = "cpu"  # a device whose model engines measure when they start; those of others come from data sheets
 UNKNOWN = DEVICES["h100"], GEOMETRIES["qwen3-8b"]  # assumed for engines of unknown devices
 
 
@@ -145,6 +147,18 @@ class InstanceSession:
                 device, shape = UNKNOWN
             self._times = StepTime(device, shape, factors)
         return self._times
+
+    @property
+    def pace(self) -> Pace | None:
+        """How fast it is; None before it has said anything."""
+        seen, ready = self.snapshot, self.ready
+        if seen is None:
+            return None
+        kind, step_ms = None, 1.0
+        if ready.device == MEASURED and ready.device_model is not None and ready.shape is not None:
+            kind = ready.device, ready.shape
+            step_ms = StepTime(ready.device_model, ready.shape).step_ms([(512, 0)], decodes=8, kv_tokens=8192)
+        return Pace(self.name, self.peer.incarnation, self.role, seen.speed, seen.running > 0, kind, step_ms)
 
     def changed(self) -> None:
         """Invalidate the load that policies see."""

@@ -35,6 +35,7 @@ from penstock.sched.cluster import (
     Later,
     Migration,
     Random,
+    SlowInstances,
     Verdict,
 )
 from penstock.sched.cluster.columns import least
@@ -46,6 +47,7 @@ from penstock.service.events import (
     FromEngine,
     FromFrontend,
     Happening,
+    RestartInstance,
     StartInstance,
     StopInstance,
     ToEngine,
@@ -64,7 +66,7 @@ from penstock.sim.hosts import Hosts
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
-from penstock.sim.wires import HostWay, MemoryCarrier, PeerArrival, Wires
+from penstock.sim.wires import HostWay, MemoryCarrier, Orphan, PeerArrival, SharedOrphans, Wires
 from penstock.workload.requests import WorkRequest
 
 FRONTEND = "frontend-0"
@@ -72,6 +74,9 @@ JOIN_EVERY = 1.0  # seconds between a frontend's `Join`s
 MASTER_TICK = 0.1  # seconds between a master's ticks
 MESSAGES = 1  # a lane beside `instance.IDLE`; see `Due`
 WATCH = 0.01  # seconds after which a broken connection is noticed
+RESTART = 10.0  # seconds that an instance takes to start again
+ORPHANS = 60.0  # seconds that what a failed instance has left in a shared pool waits for its next incarnation
+POOL = "the pool that all share"
 
 
 class Cluster:
@@ -127,6 +132,8 @@ class Cluster:
         self.places = make_slots(groups, scenario.scaling)
         self._hosts = Hosts(scenario.scaling, self.places)
         self._depot: Depot | None = None
+        self._restarts: dict[str, float] = {}  # seconds that one for slowness takes, where it is not RESTART
+        self._orphans: dict[str, dict[bytes, Orphan]] = {}  # what failed instances have left there, by key
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
         self.frontend = SimFrontend(
@@ -142,6 +149,7 @@ class Cluster:
             rng,
             fleet=_fleet(scenario.scaling),
             recorder=_Costs(self.records, self.changes, recorder),
+            slow=_slow(scenario),
         )
         self._woken = inf  # when the master is to be woken, and only then
 
@@ -242,6 +250,8 @@ class Cluster:
                 case StopInstance(name):
                     dues += self._end_life(self.places[name], "it was stopped", now)
                     dues.append(self._registered(now + WATCH, _endpoint(self.places[name], runs=False)))
+                case RestartInstance(name):
+                    dues += self._restart(self.places[name], now)
         if self.master.wake < self._woken:
             self._woken = max(now, self.master.wake)
             dues.append(Due(self._woken, Priority.CLOCK, partial(self._wake_master, self._woken)))
@@ -283,6 +293,15 @@ class Cluster:
             dues.append(Due(again, Priority.CLOCK, partial(self._replace, place)))
         return dues
 
+    def _restart(self, place: InstanceSlot, now: float) -> list[Due]:
+        """It has drained, and starts again."""
+        dues = self._end_life(place, "it was stopped", now)
+        if dues:
+            place.begin(now)
+            again = partial(self._start, place, place.group.role, "disk")
+            dues.append(Due(now + max(self._restarts.get(place.name, RESTART), WATCH), Priority.FAULT, again))
+        return dues
+
     def _replace(self, place: InstanceSlot, now: float) -> list[Due]:
         self._hosts.replace(place)
         return []
@@ -313,9 +332,11 @@ class Cluster:
             shape=group.times.shape,
             max_sequences=group.max_num_seqs,
             weights_from=path,
+            kv_pool="" if self._depot is None else POOL,
         )
-        source, blocks = self._blocks(place)
-        scheduler = self._scheduler(group, BlockPool(blocks, source))
+        source, pool = self._pool(place)
+        scheduler = self._scheduler(group, pool)
+        each = group.times.load_blocks_ms(1) / 1e3 * group.slowdown
         place.instance = engine.SimInstance(
             ready,
             scheduler,
@@ -327,6 +348,7 @@ class Cluster:
             lease=self._scenario.transport.lease,
             tells_cache=self.master.joined.wants_keys or bool(self._scenario.failures),
             way=HostWay(group.times) if scheduler.offload is not None else None,
+            orphans=None if source is None else SharedOrphans(self._orphans, source, each),
             strides=self._strides,
         )
         self.frontend.greet(ready)
@@ -350,16 +372,34 @@ class Cluster:
             windows=group.windows,
         )
 
-    def _blocks(self, place: InstanceSlot) -> tuple[DepotSource | None, Iterable[int]]:
-        count = place.group.num_blocks
+    def _pool(self, place: InstanceSlot) -> tuple[DepotSource | None, BlockPool]:
+        """Its blocks, and where it exchanges them; with what its last incarnation left, if that has failed."""
+        count, name = place.group.num_blocks, place.name
         if self._depot is None:
-            return None, range(count)
-        self._depot.attach(place.name, place.lives, count)
-        return DepotSource(self._depot, place.name), self._depot.lease(place.name, count)
+            return None, BlockPool(range(count))
+        inherited, left = self._depot.attach(name, place.lives, count), self._orphans.pop(name, {})
+        source = DepotSource(self._depot, name)
+        pool = BlockPool([*self._depot.lease(name, count - len(inherited)), *inherited], source)
+        kept = set(inherited)
+        pool.restore(orphan.of for orphan in reversed(left.values()) if orphan.of.block in kept)  # the latest first
+        return source, pool
+
+    def _expire(self, place: InstanceSlot, life: int, now: float) -> list[Due]:
+        """It has not come back in time."""
+        if place.lives == life and self._orphans.pop(place.name, None) is not None:
+            assert self._depot is not None
+            self._depot.expire(place.name)
+        return []
 
     def _fail(self, failure: Failure, now: float) -> list[Due]:
         place = self.places[failure.instance]
-        dues = self._end_life(place, "the simulated process ended", now)
+        if failure.slow is not None:
+            if failure.restart_after is not None:
+                self._restarts[place.name] = failure.restart_after
+            return [] if place.instance is None else place.instance.slow_down(now, failure.slow)
+        dues = self._end_life(place, "the simulated process ended", now, failed=True)
+        if dues and self._depot is not None:
+            dues.append(Due(now + ORPHANS, Priority.FAULT, partial(self._expire, place, place.lives)))
         if dues and failure.restart_after is not None:
             start = partial(self._start_again, place)
             dues.append(Due(now + max(failure.restart_after, WATCH), Priority.FAULT, start))
@@ -371,7 +411,7 @@ class Cluster:
         place.begin(now)
         return self._start(place, place.group.role, "disk", now)
 
-    def _end_life(self, place: InstanceSlot, reason: str, now: float) -> list[Due]:
+    def _end_life(self, place: InstanceSlot, reason: str, now: float, failed: bool = False) -> list[Due]:
         gone = place.instance
         if gone is None:
             return []
@@ -379,7 +419,11 @@ class Cluster:
         place.end(now)
         peer = gone.ready.peer
         if self._depot is not None:
-            self._depot.detach(place.name, keep=())
+            found = gone.scheduler.pool.published() if failed else []
+            self._depot.detach(place.name, keep=[published.block for published in found])
+            if failed:
+                orphans = (Orphan(published, self._depot.generation(published.block)) for published in found)
+                self._orphans[place.name] = {orphan.of.key: orphan for orphan in orphans}
         noticed = now + max(WATCH, self._scenario.latency)  # what was sent before has come by then
         dues = [
             *(Due(noticed, Priority.MESSAGE, partial(self._hear, place.name, said)) for said in words.values()),
@@ -515,6 +559,11 @@ def _fleet(scaling: Scaling | None) -> FleetLimits | None:
     return FleetLimits(
         least=scaling.least, most=scaling.most, start_seconds=scaling.start.of("map"), devices=scaling.devices
     )
+
+
+def _slow(scenario: Scenario) -> SlowInstances | None:
+    least = 1 if scenario.scaling is None else scenario.scaling.least
+    return SlowInstances(scenario.slow_after, least) if scenario.slow_after else None
 
 
 def _endpoint(place: InstanceSlot, *, runs: bool = True, started: float = 0.0, given_up: bool = False) -> Endpoint:

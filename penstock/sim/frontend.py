@@ -54,6 +54,7 @@ class SimRecord:
         attempts: places that it was sent to.
         handoffs: that came about.
         recoveries: times that it was interrupted and had to go on elsewhere.
+        recovered_by: how it last did; see `Recovery`.
         costs: by stage, the policy's cost of the choice, and the least of any candidate.
         predicted_ttft: by the policy, in seconds; None when it does not predict.
     """
@@ -78,6 +79,7 @@ class SimRecord:
     reason: str = ""
     attempts: int = 0
     recoveries: int = 0
+    recovered_by: str = ""
     handoffs: int = 0
     costs: dict[str, tuple[float, float]] = field(default_factory=dict)
     predicted_ttft: float | None = None
@@ -306,7 +308,7 @@ class SimFrontend:
             return self._end(now, flight, flight.interrupted)
         flight.owner.recoveries += 1
         flight.asked_first = now
-        flight.avoid = [peer.name for peer in flight.places if peer.name == flight.suspect or not self._lives_on(peer)]
+        flight.avoid = [peer.name for peer in flight.places if peer.name in flight.suspects or not self._lives_on(peer)]
         flight.again()
         flight.add_keys(self._root)
         return [*dues, self._ask(now, flight)]
@@ -323,7 +325,7 @@ class SimFrontend:
         dues = []
         if flight.heard and not heard:
             if flight.interrupted:
-                flight.resumed(output, now)
+                record.recovered_by = flight.resumed(output, now).how
             dues.append(self._post.frontend_to_master(now, Begun([flight.id])))
         if flight.handoffs > handoffs:
             record.decode, record.handoffs = name, record.handoffs + 1

@@ -47,7 +47,7 @@ from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
 from penstock.sim.traffic import STOP, own_token
-from penstock.sim.wires import HostWay, LoadedBlocks, MemoryCarrier, PeerArrival
+from penstock.sim.wires import HostWay, LoadedBlocks, MemoryCarrier, PeerArrival, RemappedBlocks, SharedOrphans
 
 IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
 IDLE = 0  # the lane of idle reports; see `Due`
@@ -68,7 +68,8 @@ class PeerLost:
     reason: str
 
 
-Letter = ClientCommand | Command | PeerArrival | PeerLost | LoadedBlocks  # a bare command is the master's
+# a bare command is the master's
+Letter = ClientCommand | Command | PeerArrival | PeerLost | LoadedBlocks | RemappedBlocks
 
 
 class OutputBatch(NamedTuple):
@@ -100,6 +101,7 @@ class SimInstance:
         lease: seconds of silence after which a hand-off is over.
         tells_cache: whether the master looks at what comes and goes in the cache.
         way: to the host's memory; None when the scheduler has no tier there.
+        orphans: what failed instances have left where it can take it over; None without such a place.
         strides: whether equal steps are taken together; without, the same comes out more slowly.
 
     Attributes:
@@ -119,19 +121,20 @@ class SimInstance:
         lease: float,
         tells_cache: bool = True,
         way: HostWay | None = None,
+        orphans: SharedOrphans | None = None,
         strides: bool = True,
     ) -> None:
         assert (way is None) == (scheduler.offload is None)
         self.ready, self.name = ready, ready.peer.name
         self.scheduler = scheduler
         self.intake = Intake(ready.peer, ready.role, scheduler)
-        self.handoffs = self.intake.hand_off(carrier, lease)
+        self.handoffs = self.intake.hand_off(carrier, lease, orphans)
         if times := scheduler.measurements.learn(ready.device_model, ready.shape):
             scheduler.predict_by(times)
         self.steps = 0
         self.busy = 0.0
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
-        self._way = way
+        self._way, self._orphans = way, orphans
         self._report_interval, self._tick_every = report_interval, lease / TICKS
         self._strides, self._tells_cache = strides, tells_cache
         self._incarnation = ready.peer.incarnation
@@ -185,6 +188,11 @@ class SimInstance:
                 if tokens:
                     untold.append(TokenOutput(request_id, tokens, start=owner.told))
         return {name: OutputBatch(self._incarnation, tuple(own)) for name, own in self.intake.address(untold).items()}
+
+    def slow_down(self, now: float, factor: float) -> list[Due]:
+        """Its steps take so many times as long, from the next one on."""
+        self._pace.slow_down(factor)
+        return [] if self._stride is None else self._cut(now, self._stride)
 
     def deliver(self, now: float, letters: Sequence[Letter]) -> list[Due]:
         """A message has arrived; it is read between steps."""
@@ -259,6 +267,8 @@ class SimInstance:
             self._news.append(self._post.to_frontend(now, frontend, self.name, stayed))
         for frontend, fetched in self.intake.take_fetched():
             self._news.append(self._post.to_frontend(now, frontend, self.name, fetched))
+        for arrival in self._orphans.take(now) if self._orphans is not None else ():
+            self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._arrived, arrival)))
         if self.scheduler.has_work:
             self._begin(now)
         self._copy(now)
@@ -405,9 +415,9 @@ class SimInstance:
         for number in self._way.stored(now):
             self.scheduler.stored(number)
         for arrival in self._way.send(now, offload.take_orders()):
-            self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._loaded, arrival)))
+            self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._arrived, arrival)))
 
-    def _loaded(self, arrival: LoadedBlocks, now: float) -> list[Due]:
+    def _arrived(self, arrival: LoadedBlocks | RemappedBlocks, now: float) -> list[Due]:
         return self.deliver(now, [arrival])
 
     # --- by the clock
@@ -486,6 +496,10 @@ class SimInstance:
                 self.handoffs.on(now, letter)
             case LoadedBlocks():
                 self.scheduler.loaded(letter.number, letter.blocks, letter.seconds)
+            case RemappedBlocks():
+                assert self._orphans is not None
+                self._orphans.looked_at(letter)
+                self.handoffs.collect(now)
             case PeerLost(peer=peer, reason=reason):
                 self.handoffs.lost(peer, for_good=False)
                 self._news.append(self._post.to_master(now, self.name, LinkFailed(self._incarnation, peer, reason)))

@@ -42,7 +42,7 @@ class Outcomes:
         cached: tokens of its prompt that were found in a cache.
         task, error: words; "" where there is none.
         handed_over: whether another instance generated than the one that prefilled its prompt.
-        recovered: whether it was interrupted and went on elsewhere.
+        recovered: whether it was interrupted and went on elsewhere; `recovered_by`: how, by the words of `Recovery`.
         regret: by stage, how much worse its place was than the best candidate, in the policy's own costs.
         targets: of each task of online requests, (TTFT, TPOT) in seconds, as its first request had them.
     """
@@ -64,6 +64,7 @@ class Outcomes:
     error: Column
     handed_over: Column
     recovered: Column
+    recovered_by: Column
     regret: dict[str, Column]
     targets: dict[str, tuple[float, float]]
 
@@ -112,6 +113,7 @@ def outcomes_of(records: Sequence[SimRecord], since: float = 0.0) -> Outcomes:
         error=_words(r.error for r in records),
         handed_over=_flags(r.decode != r.prefill for r in records),
         recovered=_flags(r.recoveries > 0 for r in records),
+        recovered_by=_words(r.recovered_by for r in records),
         regret={
             stage: _times(r.costs[stage][0] - r.costs[stage][1] if stage in r.costs else None for r in records)
             for stage in sorted({stage for r in records for stage in r.costs})
@@ -254,6 +256,7 @@ def summarise(account: Account) -> dict[str, Any]:
         "loaded_tokens": sum(use.loaded for use in account.instances.values()),
         "handed_over": int(these.handed_over[good].sum()),
         "recovered": int(these.recovered[good].sum()),
+        "recovered_by": dict(Counter(these.recovered_by[good & (these.recovered_by != "")].tolist())),
         "regret": _regret(these),
         "instance_seconds": account.instance_seconds,
         "starts": _starts(account.starts),

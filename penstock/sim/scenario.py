@@ -160,11 +160,14 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An instance fails `at` a time, and restarts after `restart_after` seconds with an empty cache; None is never."""
+    """An instance fails `at` a time, and restarts after `restart_after` seconds with an empty cache, or with what it
+    left in a pool that all share; None is never. Where `slow` is given, its steps take so many times as long from then
+    on, until it is restarted for that, which takes `restart_after` seconds."""
 
     instance: str
     at: float
     restart_after: float | None
+    slow: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,7 @@ class Scenario:
         scaling: None when the instances that serve are always the same.
         latency: seconds that a message takes between frontend, master and instances.
         report_interval: seconds between an instance's snapshots while its load changes.
+        slow_after: seconds of work after which a slow instance is restarted; 0 for never.
         report_delay: additional delay of its snapshots to the master, in seconds.
     """
 
@@ -194,6 +198,7 @@ class Scenario:
     report_delay: float
     transport: TransportModel
     failures: tuple[Failure, ...]
+    slow_after: float
     seed: int
 
     @property
@@ -266,6 +271,7 @@ class _Parser:
                 lease=transport["lease"],
             ),
             failures=failures,
+            slow_after=top["slow_after"],
             seed=top["seed"],
         )
 

@@ -37,6 +37,7 @@ class StepTimer:
 
     def __init__(self, times: StepTime, noise: float, rng: np.random.Generator) -> None:
         self._times = times
+        self._seconds = 1e-3  # per ms of the model
         self._noise = noise
         self._rng = rng
         self._drawn = np.empty(0)
@@ -44,6 +45,10 @@ class StepTimer:
         self._decode_ms: dict[int, float] = {}  # sequences -> a decode step's time without reading KV
         # per token that is read
         self._kv_ms = (times.step_ms(decodes=1, kv_tokens=FAR) - times.step_ms(decodes=1)) / times.seen(1, FAR)
+
+    def slow_down(self, factor: float) -> None:
+        """Steps take so many times as long from now on."""
+        self._seconds *= factor
 
     def step(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
@@ -66,7 +71,7 @@ class StepTimer:
         step_ms = self._step_ms(sequences)
         while now < until and len(ends) < most:
             read = self._times.seen(sequences, kv_tokens)
-            shortest = (step_ms + self._kv_ms * read) / 1e3  # without noise
+            shortest = (step_ms + self._kv_ms * read) * self._seconds  # without noise
             enough = int((until - now) / shortest * ENOUGH) + 1 if shortest else most
             lucks = self._lucks(min(most - len(ends), enough))
             times = _NUMBERS[: len(lucks)] * sequences  # tokens, then ms, then seconds
@@ -75,7 +80,7 @@ class StepTimer:
                 times = sum(share * np.minimum(times, window * sequences) for window, share in sights)
             times *= self._kv_ms
             times += step_ms
-            times /= 1e3
+            times *= self._seconds
             times *= lucks
             times[0] += now
             np.add.accumulate(times, out=times)
@@ -100,7 +105,7 @@ class StepTimer:
     def _noisy(self, ms: float) -> float:
         (luck,) = self._lucks(1).tolist()
         self._used += 1
-        return ms / 1e3 * luck
+        return ms * self._seconds * luck
 
     def _lucks(self, most: int) -> npt.NDArray[np.float64]:
         """Factors of the next steps, at least one and as many as are drawn."""

@@ -1,17 +1,20 @@
-"""Latencies of messages and blocks: between instances, and between a device and its host's memory."""
+"""Latencies of messages and blocks: between instances, between a device and its host's memory, and of what failed
+instances have left."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from typing import Literal, NamedTuple
 
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push
-from penstock.kv.connector import Moved
+from penstock.kv.connector import Move, Moved
 from penstock.kv.depot import DepotSource
+from penstock.kv.pool import Published
 from penstock.sched.local.offload import Load, Store
 from penstock.sched.steptime import StepTime
 
@@ -118,6 +121,81 @@ class LoadedBlocks(NamedTuple):
     number: int
     blocks: int
     seconds: float
+
+
+class RemappedBlocks(NamedTuple):
+    """What was to be taken over from failed instances is looked at.
+
+    Attributes:
+        at: when.
+    """
+
+    at: float
+    handle: int
+
+
+class Orphan(NamedTuple):
+    """A block that a failed instance has left, as it was then."""
+
+    of: Published
+    generation: int
+
+
+class SharedOrphans:
+    """What failed instances have left in the pool that all share, for one instance: a `sched.local.handoff.Orphans`. No
+    bytes travel; each block is summed up before it is believed, one after the other.
+
+    Args:
+        left: by instance, and by key; kept by the owner.
+        seconds: that a block takes.
+    """
+
+    def __init__(self, left: Mapping[str, Mapping[bytes, Orphan]], source: DepotSource, seconds: float) -> None:
+        self._left, self._source, self._seconds = left, source, seconds
+        self._handles = 0
+        self._ordered: list[int] = []
+        self._moves: dict[int, Sequence[Move]] = {}
+        self._looked_at: list[int] = []
+        self._free = 0.0  # when the next one can be looked at
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        return [self._find(key) for key in keys]
+
+    def _find(self, key: bytes) -> tuple[int, int] | None:
+        for had in self._left.values():
+            orphan = had.get(key)
+            if orphan is not None and self._source.depot.generation(orphan.of.block) == orphan.generation:
+                return orphan.of.block, orphan.generation  # and not that of another use since
+        return None
+
+    def pull(self, moves: Sequence[Move], source: None = None) -> int:
+        self._handles += 1
+        self._moves[self._handles] = moves
+        self._ordered.append(self._handles)
+        return self._handles
+
+    def take(self, now: float) -> list[RemappedBlocks]:
+        """When what was asked for since the last call is looked at."""
+        found = []
+        for handle in self._ordered:
+            self._free = max(now, self._free) + self._seconds * len(self._moves[handle])
+            found.append(RemappedBlocks(self._free, handle))
+        self._ordered = []
+        return found
+
+    def looked_at(self, arrival: RemappedBlocks) -> None:
+        self._looked_at.append(arrival.handle)
+
+    def poll(self) -> list[Moved]:
+        handles, self._looked_at = self._looked_at, []
+        return [Moved(handle, self._hold(self._moves.pop(handle)), 0.0) for handle in handles]
+
+    def _hold(self, moves: Sequence[Move]) -> tuple[int, ...]:
+        """All of it, or if somebody was quicker, what is left of it."""
+        if self._source.hold([(move.slot, move.generation) for move in moves], [move.block for move in moves]):
+            return tuple(move.slot for move in moves)
+        taken = takewhile(lambda move: self._source.hold([(move.slot, move.generation)], [move.block]), moves)
+        return tuple(move.slot for move in taken)
 
 
 class HostWay:

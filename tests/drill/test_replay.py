@@ -5,6 +5,8 @@ import json
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,7 +164,7 @@ class Served(Client):
     async def get(self, path):
         return self.status, json.dumps({"data": self.cards})
 
-    async def post(self, path, body, name=""):
+    async def post(self, path, body, name="", *, patient=False):
         self.sent.append((name, self.clock.now()))
         self.running += 1
         self.most = max(self.most, self.running)
@@ -239,6 +241,29 @@ def test_every_request_is_accounted_for(tmp_path):
     assert (document["differ"], document["failed"], document["not_compared"]) == (1, 4, 1)
     assert not run(folder, served, Pace(speed=None, at_once=1), ["elsewhere"]).good, "nothing was compared"
     assert run(folder, served, Pace(speed=None, at_once=1), ["cmpl-two", "one"]).good
+
+
+@pytest.mark.parametrize("patience", [30.0, 0.5])
+def test_what_is_refused_as_too_much_is_sent_again_as_long_as_there_is_time(patience):
+    asked = []
+
+    async def full_at_first(request):
+        asked.append(await request.json())
+        if len(asked) < 3:
+            wait = "0" if patience > 1 else "1"
+            return web.json_response({"error": {"message": "full"}}, status=429, headers={"Retry-After": wait})
+        return web.json_response({})
+
+    async def go():
+        app = web.Application()
+        app.router.add_post("/v1/completions", full_at_first)
+        async with TestServer(app) as server, Client(str(server.make_url("/")), timeout=patience) as client:
+            told = await client.post("/v1/completions", {"prompt": "a"}), await client.post("/x", {}, patient=True)
+            return [status for status, _ in told], (await client.post("/v1/completions", {}, patient=True))[0]
+
+    impatient, status = asyncio.run(go())
+    assert impatient == [429, 404]
+    assert (status, len(asked)) == ((200, 3) if patience > 1 else (429, 2))
 
 
 def test_requests_keep_their_times_at_a_speed(tmp_path):

@@ -4,6 +4,8 @@ A client gets its full text, as long as its frontend lives, and never a wrong on
 """
 
 import json
+import os
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +24,7 @@ LOST = {"error event", "http 503"}  # what a client sees of a frontend that dies
 STALLS = {"stall": list(PHASES.values())}
 EVERY_PHASE = [*PHASES, "decode"]
 VICTIMS = ["prefill-0", "decode-0", "frontend-0", "master", "kv-pool", "borrower"]
-# the others are slow
+FROZEN = [("prefill-0", "commit"), ("decode-0", "commit")]  # quick ones, as these:
 QUICK = [
     ("shared", "prefill-0", "push"),
     ("shared", "decode-0", "commit"),
@@ -115,6 +117,42 @@ def test_two_of_each_and_all_of_them_die(kind):
         for seed, victim in enumerate(["decode-1", "master", "frontend-1", "prefill-0", "decode-0", "prefill-1"]):
             records = strike(chaos, victim, EVERY_PHASE[seed % len(EVERY_PHASE)], requests=12, seed=seed)
             assert any(not r.error for r in records), "those who had nothing to do with it are served"
+
+
+# --- who only stands still
+
+PATIENT = {"backoff": 1e-6, "limit": 1000, "heartbeat-timeout": 120}  # seconds; nobody is killed for that here
+
+
+@pytest.fixture(scope="module")
+def fours():
+    with paced("shared", 2, 2, faults=STALLS, restart=PATIENT) as chaos:
+        yield chaos
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [
+        pytest.param(victim, phase, marks=[pytest.mark.slow] * ((victim, phase) not in FROZEN))
+        for victim in ("prefill-0", "decode-0")
+        for phase in EVERY_PHASE
+    ],
+)
+def test_whoever_stands_still_whenever(fours, victim, phase):
+    """All answers come while it does, the right ones, and it has nothing of them when it goes on."""
+    chaos, mark = fours, len(fours.up.lines)
+    load = chaos.start(chaos.bodies(8, seed=EVERY_PHASE.index(phase)))
+    chaos.reach(phase, mark)
+    frozen = chaos.up.kill(victim, signal.SIGSTOP)
+    try:
+        records = load.wait()
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    assert not (failed := [r.detail for r in records if r.error]), failed
+    begun = [line for line in chaos.up.lines[mark:] if f"{victim} may hang" in line]
+    assert begun or victim != "prefill-0"
+    chaos.settle()
+    assert chaos.verify(load).checked == 8
 
 
 # --- the network at its worst

@@ -395,6 +395,11 @@ def test_settings_that_do_not_fit_the_model_fail_the_check_and_the_start(tmp_pat
     assert done.stderr == (
         "penstock: --tensor-parallel-size: 3, allowed is what divides the model's num_attention_heads, 8\n"
     )
+    file = tmp_path / "disk.yaml"
+    file.write_text("model: demo\nengine: {disk-cache: /tmp/kv}\ninstances: [{}, {name: gpu, device: cuda}]\n")
+    done = penstock_up(file, "--check")
+    assert done.returncode == 2
+    assert done.stderr == "penstock: --disk-cache: '/tmp/kv', not supported yet on cuda, allowed on a CPU\n"
     file = tmp_path / "up.yaml"
     file.write_text("model: demo\nport: 0\nengine: {max-model-len: 99999999}\ninstances: [{}]\n")
     assert "max-model-len: 99999999, this checkpoint allows" in penstock_up(file, "--check").stderr

@@ -248,14 +248,15 @@ def test_decisions_and_hand_offs() -> None:
     metrics.observe_routing("round-robin", "colocated")
     metrics.observe_routing("round-robin", "colocated")
     metrics.observe_handoff()
-    metrics.observe_recovery("fetch", 0.5, 0.25)
+    metrics.observe_recovery("fetch", 0.5, 0.25, 1.5)
+    metrics.observe_recovery("recompute", 0.5, None, None)
     assert {how: value(metrics, "recoveries_total", how=how) for how in ("fetch", "recompute")} == {
         "fetch": 1,
-        "recompute": 0,
+        "recompute": 1,
     }
-    assert value(metrics, "recovery_seconds_sum", how="fetch") == 2 * value(
-        metrics, "recovery_predicted_seconds_total", how="fetch"
-    )
+    for how, expected in {"fetch": (0.5, 0.25, 1.5), "recompute": (0.5, 0.5, 0.5)}.items():
+        names = ("recovery_seconds_sum", "recovery_predicted_seconds_total", "recovery_recompute_seconds_total")
+        assert tuple(value(metrics, name, how=how) for name in names) == expected
     assert value(metrics, "routing_decisions_total", policy="round-robin", reason="colocated") == 2
     assert value(metrics, "handoffs_total") == 1
 

@@ -21,14 +21,18 @@ class Fleet:
         self.speeds, self.roles, self.idle = dict(speeds), {}, set()
         self.lives = dict.fromkeys(speeds, 1)
         self.away = {}  # until when
+        self.models = {}  # ms of a step by their own models, of those that have measured them
         self.now, self.restarts = 0.0, []
 
     def paces(self):
         return [
-            Pace(name, self.lives[name], self.roles.get(name, "any"), speed, name not in self.idle)
+            Pace(name, self.lives[name], self.roles.get(name, "any"), speed, name not in self.idle, *self.kind(name))
             for name, speed in self.speeds.items()
             if name not in self.away
         ]
+
+    def kind(self, name):
+        return ("cpu", self.models[name]) if name in self.models else ()
 
     def run(self, seconds, back=5.0):
         """Names of those that were restarted."""
@@ -100,6 +104,29 @@ def test_the_others_have_to_be_able_to_stand_in_for_it():
     fleet.slow._least = 3
     assert fleet.run(10) == ["d0"], "the slowest first"
     assert fleet.run(SETTLES + 10) == ["p1"]
+
+
+def test_one_whose_model_is_slow_is_slow_beside_others_of_its_kind():
+    fleet = Fleet(a=1.0, b=0.9, c=1.0)
+    fleet.models = {"a": 10.0, "b": 40.0, "c": 10.0}
+    assert fleet.run(2 * AFTER) == ["b"]
+    assert fleet.restarts[0][0] == pytest.approx(AFTER, abs=1)
+    fleet.models = {"b": 40.0}  # others have another kind of device
+    assert fleet.run(3 * BACKOFF) == []
+    fleet.models = {"a": 40.0, "b": 40.0, "c": 10.0}
+    fleet.speeds |= {"b": 1.0, "c": 4.0}  # whoever measures a busy device is faster later
+    assert fleet.run(3 * BACKOFF)[:1] in (["a"], ["b"])
+
+
+def test_what_somebody_else_has_restarted_waits_as_long():
+    fleet = Fleet(a=1.0, b=0.2, c=1.0)
+    fleet.slow.recall(0.0, "b", 2, ago=100.0)
+    fleet.slow.recall(0.0, "c", 1, ago=2 * BACKOFF)  # long ago
+    assert fleet.run(2 * BACKOFF - 110) == []
+    assert fleet.run(20) == ["b"]
+    assert (fleet.slow.times("b"), fleet.slow.times("c")) == (3, 0)
+    fleet.slow.recall(fleet.now, "b", 2, ago=0.0)
+    assert fleet.slow.times("b") == 3, "it knows better"
 
 
 def test_a_restart_that_does_not_help_is_repeated_later_and_later():

@@ -5,8 +5,8 @@ import pytest
 from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
-from penstock.core.wire.engine import Cancel, Enqueue, Failed, Refused
-from penstock.service.flight import ATTEMPTS, PATIENCE
+from penstock.core.wire.engine import Cancel, Enqueue, Failed, Migrate, Refused, Stayed
+from penstock.service.flight import ATTEMPTS, OBEYS, PATIENCE
 from penstock.service.hedging import AGAIN, QUIET
 from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, one, run, submit, value
@@ -113,7 +113,7 @@ def test_the_rest_of_it_when_either_is_lost(tokenizer):
         b.say(ChannelLost("gone"))
         frontend.placement.prefill = [channel_peer(frontend, "c")]
         await until(lambda: frontend.engine_client.instances["b"].lost)
-        assert frontend.engine_client.flights[first].held_at is None, "it is back at the one that may hang"
+        assert not frontend.engine_client.flights[first].held_at, "it is back at the one that may hang"
         frontend.engine_client.tick()
         assert attempts(c) == [2], "which still may"
         a.say(ChannelLost("killed"))
@@ -281,3 +281,196 @@ def test_what_is_handed_over_and_was_never_heard_of_begins_again(tokenizer):
         assert [delta.tokens for delta in await collect(generation)] == [[6]]
 
     run(tokenizer, scenario, "a", "b", "d", decode="d")
+
+
+# --- in the middle of a hand-over, from a to d
+
+
+def elsewhere(frontend, *names):
+    """From now on these are where sequences go, and they stay there."""
+    frontend.placement.decode = None
+    frontend.placement.prefill = [channel_peer(frontend, name) for name in names]
+
+
+def test_who_has_it_keeps_it_when_who_is_to_get_it_stands_still(tokenizer):
+    async def scenario(frontend, channels, clock):
+        a, d = channels["a"], channels["d"]
+        generation, name = await begun(frontend, a)
+        stand_still(frontend, clock, "d")
+        told = [command for command in a.sent if isinstance(command, Migrate)]
+        assert told == [Migrate(1, name, 0, channel_peer(frontend, "a"))]
+        frontend.engine_client.tick()
+        assert a.sent[-1] is told[0], "it is told once, and has time to obey"
+        a.say(Stayed(1, name, 0, "it is to go on here", channel_peer(frontend, "d")))
+        await until(lambda: a.silent)
+        assert frontend.placement.settlements[-1].instance == "a"
+        stand_still(frontend, clock, "d", quiet=OBEYS + 0.1)
+        a.report(TokenOutput(name, [6], start=1, finish=FinishReason.LENGTH))
+        assert [delta.tokens for delta in await collect(generation)] == [[6]]
+        assert len(frontend.placement.asked) == 1
+        assert not d.cancelled()
+        assert hedges(frontend) == [0, 0]
+
+    run(tokenizer, scenario, "a", "b", "d", decode="d")
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_may_have_been_given_away_begins_again_beside_both(tokenizer, back):
+    """Its first instance cannot keep it: it has committed. The one that stands still may have it, or come to."""
+
+    async def scenario(frontend, channels, clock):
+        a, b, d = channels["a"], channels["b"], channels["d"]
+        generation, name = await begun(frontend, a)
+        stand_still(frontend, clock, "d")
+        elsewhere(frontend, "a", "b", "d")
+        stand_still(frontend, clock, "d", quiet=OBEYS + 0.1)
+        asked = frontend.placement.asked[-1]
+        assert (asked.hedged, set(asked.exclude), attempts(b)) == (True, {"a", "d"}, [1])
+        assert a.cancelled() == d.cancelled() == []
+        if back:
+            d.report(TokenOutput(name, [6], start=1))
+            assert (await one(generation)).tokens == [6]
+            assert b.cancelled() == [name]
+            settled = frontend.placement.settlements
+            assert [(each.generation, each.instance) for each in settled] == [(0, "a"), (0, "d")]
+            d.report(TokenOutput(name, [7], start=2, finish=FinishReason.LENGTH))
+        else:
+            b.report(TokenOutput(name, [6], start=1, generation=1))
+            assert (await one(generation)).tokens == [6]
+            assert Cancel(1, [name], 0) in a.sent
+            assert Cancel(1, [name], 0) in d.sent
+            d.report(TokenOutput(name, [6], start=1))  # it goes on, with what it had
+            await until(lambda: d.silent)
+            b.report(TokenOutput(name, [7], start=2, generation=1, finish=FinishReason.LENGTH))
+        assert [delta.tokens for delta in await collect(generation)] == [[7]]
+        assert hedges(frontend) == [not back, back]
+
+    run(tokenizer, scenario, "a", "b", "d", decode="d")
+
+
+@pytest.mark.parametrize("how", ["token", "stays", "dropped", "killed"])
+def test_what_one_that_stands_still_was_handing_over(tokenizer, how):
+    async def scenario(frontend, channels, clock):
+        a, b, d = channels["a"], channels["b"], channels["d"]
+        generation, name = await begun(frontend, a)
+        elsewhere(frontend, "b")
+        stand_still(frontend, clock, "a")
+        assert frontend.placement.asked[-1].hedged
+        assert attempts(b) == [1]
+        attempt = 0
+        match how:
+            case "token":  # it was given away before
+                d.report(TokenOutput(name, [6], start=1))
+                await until(lambda: d.silent)
+                assert frontend.engine_client.flights[name].places == [channel_peer(frontend, "d")]
+                back = d
+            case "stays":
+                a.say(Stayed(1, name, 0, "no answer", channel_peer(frontend, "d")))
+                a.report(TokenOutput(name, [6], start=1))
+                await until(lambda: a.silent)
+                assert frontend.engine_client.flights[name].places == [channel_peer(frontend, "a")]
+                back = a
+            case "dropped":  # who knows who has it
+                a.report(TokenOutput(name, [], start=1, finish=FinishReason.ABORT))
+                await until(lambda: a.silent)
+                back, attempt = b, 1
+            case "killed":
+                a.say(ChannelLost("killed"))
+                await until(lambda: frontend.engine_client.instances["a"].lost)
+                back, attempt = b, 1
+        if attempt:
+            assert Cancel(1, [name], 0) in d.sent, "nobody else goes on with it"
+            assert not b.cancelled()
+            b.report(TokenOutput(name, [6], start=1, generation=1))
+        else:
+            assert b.cancelled() == [name]
+        back.report(TokenOutput(name, [7], start=2, generation=attempt, finish=FinishReason.LENGTH))
+        assert [token for delta in await collect(generation) for token in delta.tokens] == [6, 7]
+        assert hedges(frontend) == [0, not attempt]
+
+    run(tokenizer, scenario, "a", "b", "d", decode="d")
+
+
+@pytest.mark.parametrize("first", ["frozen", "token"])
+def test_what_waits_for_a_token_of_one_that_stands_still_begins_again(tokenizer, first):
+    """Who has it goes on, and what was computed before it was given away does not come. That is of no use, whenever it
+    was that it came."""
+
+    async def scenario(frontend, channels, clock):
+        a, b, d = channels["a"], channels["b"], channels["d"]
+        generation, name = await begun(frontend, a)
+        ahead = TokenOutput(name, [7], start=2)
+        if first == "token":
+            d.report(ahead)
+            await until(lambda: d.silent)
+        elsewhere(frontend, "b")
+        stand_still(frontend, clock, "a")
+        if first == "frozen":
+            d.report(ahead)
+            await until(lambda: d.silent)
+            assert frontend.placement.asked[-1].hedged
+        else:
+            assert d.cancelled() == a.cancelled() == [name]
+        assert attempts(b) == [1]
+        b.report(TokenOutput(name, [6], start=1, generation=1))
+        b.report(TokenOutput(name, [7], start=2, generation=1, finish=FinishReason.LENGTH))
+        assert [token for delta in await collect(generation) for token in delta.tokens] == [6, 7]
+        assert Cancel(1, [name], 0) in d.sent
+
+    run(tokenizer, scenario, "a", "b", "d", decode="d")
+
+
+# --- hosts that cannot be reached
+
+
+def on_hosts(frontend, **hosts):
+    for name, host in hosts.items():
+        frontend.engine_client.instances[name].host = host
+
+
+def hear(frontend, clock, *names, after):
+    """So many seconds later these are heard, and the others were not."""
+    clock.advance(after)
+    for name in names:
+        frontend.engine_client.instances[name].heard = clock.now()
+    frontend.engine_client.tick()
+
+
+def test_what_runs_on_a_host_of_which_nothing_is_heard_begins_again_on_others(tokenizer):
+    async def scenario(frontend, channels, clock):
+        a, b = channels["a"], channels["b"]
+        generation, name = await begun(frontend, a)
+        on_hosts(frontend, a="10.0.0.2", c="10.0.0.2", b="10.0.0.1", d="10.0.0.1")
+        hear(frontend, clock, "b", "d", after=QUIET)
+        assert attempts(b) == []
+        frontend.placement.prefill = [channel_peer(frontend, n) for n in "acb"]
+        hear(frontend, clock, "b", "d", after=0.1)
+        assert set(frontend.placement.asked[-1].exclude) == {"a", "c"}, "the whole host"
+        assert attempts(b) == [1]
+        b.report(TokenOutput(name, [6], start=1, generation=1, finish=FinishReason.LENGTH))
+        assert [delta.tokens for delta in await collect(generation)] == [[6]]
+        assert hedges(frontend) == [1, 0]
+
+    run(tokenizer, scenario, "a", "b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "heard"),
+    [
+        ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.2"}, "bc"),  # others of the host are heard
+        ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.3"}, ""),  # nobody is: it is this process that stood still
+        ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.2"}, "b"),  # most would be away
+        ({}, "bc"),  # all are here, where launchers tell
+    ],
+)
+def test_who_is_not_cut_off(tokenizer, hosts, heard):
+    async def scenario(frontend, channels, clock):
+        generation, _ = await begun(frontend, channels["a"])
+        on_hosts(frontend, **hosts)
+        hear(frontend, clock, *"abc", after=0.1)
+        for _ in range(4):
+            hear(frontend, clock, *heard, after=QUIET)
+        assert len(frontend.placement.asked) == 1
+        generation.cancel()
+
+    run(tokenizer, scenario, "a", "b", "c")

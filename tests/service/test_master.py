@@ -538,7 +538,7 @@ def test_what_a_lost_instance_left_in_the_kv_pool_is_remapped(policy):
     placed = interrupted(cluster, interrupted=True)
     assert placed.route[0].peer == peer("a1")
     assert (placed.source.peer, placed.source.blocks) == (None, 80)
-    assert 0 < placed.source.ms < placed.next_ms
+    assert 0 < placed.source.ms < placed.next_ms < placed.recompute_ms
     seen = cluster.master._sessions["a1"].prompts["f", "r1"]
     assert seen.tokens == 64 * 20 + 5, "no more than is left is to be computed"
     assert interrupted(cluster).source.blocks == 80, "new requests may have it, too"

@@ -6,6 +6,7 @@ from math import inf
 import pytest
 from msgspec import structs
 
+from penstock.core.device import DeviceModel
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Drain, LinkPeer, SetRole, Stopped, UnlinkPeer
 from penstock.core.wire.master import (
     Begun,
@@ -22,6 +23,8 @@ from penstock.core.wire.master import (
     Settled,
 )
 from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, SlowInstances, Start, Stop, Tally, Verdict
+from penstock.sched.cluster.slow import BACKOFF
+from penstock.sched.steptime import GEOMETRIES
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
@@ -495,13 +498,46 @@ def test_a_slow_instance_is_drained_started_again_and_told_of():
     assert works(7, a=1.0) == [], "it is not known to be empty"
     cluster.engine("b", snapshot(1, 99, num_blocks=4, draining=True))
     told = works(8, a=1.0)
-    assert told == [RestartInstance("b")] * 2, "the launcher may not have heard it"
+    assert told == [RestartInstance("b", 1)] * 2, "the launcher may not have heard it"
     cluster.engine("b", Stopped(1))
     assert works(8, a=1.0) == []
     assert cluster.master.overview(cluster.now).instances[1].slow == "it is drained and started again"
     cluster.engine("b", ready("b", 2))
     assert works(1, a=1.0, b=1.0) == []
     assert cluster.master.overview(cluster.now).instances[1].slow == ""
+
+
+def test_a_new_master_knows_how_often_a_slow_instance_was_restarted():
+    cluster = Cluster("a", "b")
+    cluster.master._slow = SlowInstances(after=1.0)
+    for _ in range(2):  # launchers say so again and again
+        cluster.master.recall_restart(cluster.now, "b", 2, 60.0)
+    for _ in range(10):
+        cluster.now += 0.5
+        for name, speed in {"a": 1.0, "b": 0.2}.items():
+            cluster.engine(name, snapshot(1, int(cluster.now * 2), running=1, speed=speed, num_blocks=4))
+        assert cluster.did() == []
+    (_, row) = cluster.master.overview(cluster.now).instances
+    assert row.slow.endswith(f"it was restarted 2 times in vain, and is again in {2 * BACKOFF - 65:.0f} s")
+
+
+def test_an_engine_that_was_slow_when_it_measured_its_device_is_found_beside_its_siblings():
+    usual = DeviceModel(peak_flops=1e12, bandwidth=5e10, memory=1 << 30)
+    shape, slow = GEOMETRIES["qwen3-8b"], usual.slowed(5.0)
+    found = []
+    for device, model in (("cpu", slow), ("cuda:0", slow), ("cpu", usual)):
+        cluster = Cluster("a", "b")
+        cluster.engine("a", ready("a", 2, device=device, device_model=usual, shape=shape))
+        cluster.engine("b", ready("b", 2, device=device, device_model=model, shape=shape))
+        cluster.master._slow = SlowInstances(after=1.0)
+        for _ in range(10):
+            cluster.now += 0.5
+            for name in "ab":
+                cluster.engine(name, snapshot(2, int(cluster.now * 2), running=1, speed=1.0, num_blocks=4))
+            found += [(device, model is slow, action) for action in cluster.did()]
+        slow_of = {row.name: row.slow for row in cluster.master.overview(cluster.now).instances}
+        assert slow_of["a"] == ""
+    assert found == [("cpu", True, ToEngine("b", Drain(2)))], "models of others are not measured"
 
 
 def test_what_an_earlier_master_has_drained_is_started_again():

@@ -173,6 +173,26 @@ def test_what_cannot_be_written_is_dropped_and_counted_and_nobody_waits(tmp_path
         assert sum(why in line for line in caplog.messages) == 1, why
 
 
+def test_a_disk_without_room_keeps_no_server_from_starting(tmp_path, monkeypatch, caplog):
+    real, full = os.open, [True]
+
+    def open_(path, *more):
+        if full[0] and str(path).endswith(".jsonl"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *more)
+
+    monkeypatch.setattr(os, "open", open_)
+    writer = recorder(tmp_path / "folder")
+    assert "are not recorded" in caplog.text
+    writer.add(request("early"))
+    eventually(lambda: counted(writer, "dropped") == 1)
+    full[0] = False
+    writer.add(request("late"))
+    writer.close()
+    assert counted(writer, "written") == 1
+    assert [one.id for one in read(tmp_path / "folder")] == ["late"]
+
+
 def test_a_record_that_somebody_removes_begins_anew(tmp_path):
     writer = recorder(tmp_path)
     for number in range(2):

@@ -300,6 +300,31 @@ def test_an_answer_that_was_interrupted_pauses_as_long_as_can_be_computed_by_han
     assert record.ended == pytest.approx(1.0 + 0.01 + 4 * net + again + rest, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["shared", "copy"])
+def test_what_a_failed_instance_left_in_a_shared_pool_is_taken_over(kind):
+    """By another one, at once; or by its next incarnation, for what comes later."""
+    shape = """
+        instances: [{count: 2}]
+        failures: [{instance: engine-0, at: 1.0, restart-after: 5},
+            {instance: engine-1, at: 8.0, restart-after: 2}, {instance: engine-0, at: 15.0}]
+        """
+    same = {"prefix": (7,), "block": 2900}
+    requests = [work(0, 0.0, 3000, 400, **same), work(1, 20.0, 3000, 5, **same)]
+    result, cluster = run(read(LONG.replace("kind: copy", f"kind: {kind}"), shape), "round_robin", trace=requests)
+    moved, later = cluster.records
+    assert (moved.prefill, later.prefill) == ("engine-1", "engine-1")
+    assert result["recovered_by"] == {"remap" if kind == "shared" else "recompute": 1}
+    times = cluster.places["engine-1"].group.times
+    again = times.step_ms([(3000, 0)], logit_rows=1) / 1e3
+    undisturbed = sum(times.step_ms(decodes=1, kv_tokens=kv) for kv in range(3001, 3400)) / 1e3
+    pause = moved.ended - moved.first - undisturbed
+    assert (pause > again) == (kind == "copy"), (pause, again)
+    assert (later.cached_tokens > 2800) == (kind == "shared")
+    cluster.settle(70.0)  # what nobody has taken over is free by then
+    cluster.check()
+    assert not cluster._orphans
+
+
 def test_incarnations_that_are_over_leave_nothing_for_the_collector_of_cycles():
     scenario = read(WORKLOAD, SPLIT, FAILURE)
     gc.collect()
@@ -373,3 +398,21 @@ def test_a_model_with_windows_holds_less(layout, policy):
         assert place.group.whole_blocks > 1.5 * place.group.num_blocks / 7
         place.instance.scheduler.check()
         assert place.instance.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("after", [0, 20])
+def test_an_instance_that_becomes_slow_is_drained_and_started_again(after):
+    shape = f"""
+        slow-after: {after}
+        failures: [{{instance: engine-1, at: 5.0, slow: 5, restart-after: 3}}]
+        instances: [{{count: 3}}]
+        """
+    requests = [work(i, 0.1 * i, 200, 60) for i in range(1000)]
+    result, cluster = run(read(ONE, shape), "round_robin", trace=requests)
+    assert (result["failed"], result["recovered"]) == (0, 0)
+    assert [(c["what"], c["instance"]) for c in result["changes"]] == [("restart", "engine-1")] * bool(after)
+    assert result["instances"]["engine-1"]["lives"] == 1 + bool(after)
+    late = [r.tpot for r in cluster.records if r.arrival > 60 and r.decode == "engine-1"]
+    assert len(late) > 50
+    usual = min(late) if after else min(late) / 5
+    assert usual == pytest.approx(min(r.tpot for r in cluster.records if r.decode == "engine-0"), rel=0.05)

@@ -100,7 +100,8 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 class Migrate(msgspec.Struct, tag=True, frozen=True):
     """Hand a request over to a peer, wherever it stands: its blocks follow while it goes on here. `Stayed` says when
-    nothing comes of it. To the engine itself it says that a request goes on here.
+    nothing comes of it. To the engine itself it says that a request goes on here: it is not handed over, unless that
+    may have come about.
 
     Attributes:
         generation: the attempt that is meant.
@@ -199,6 +200,7 @@ Command = (
     | Shutdown
 )
 LEASE = 5.0  # seconds without a Hello after which a frontend counts as failed
+AT_WORK = 0.2  # seconds between two StepReports of an engine with something to do, at most
 
 
 # --- events

@@ -39,6 +39,11 @@ class Endpoint(msgspec.Struct, frozen=True):
         return self.runs and not self.given_up
 
     @property
+    def host(self) -> str:
+        """Where its engine runs; "" on this host, where that needs no address."""
+        return self.address.removeprefix("tcp://").rpartition(":")[0] if self.address.startswith("tcp:") else ""
+
+    @property
     def runs(self) -> bool:
         """Whether its engine can be connected to, now or soon."""
         return self.state != "stopped"
@@ -120,6 +125,7 @@ class Recovery(msgspec.Struct, frozen=True):
         tokens: that were not computed again.
         predicted_ms: from its new place to its next token; None where nobody predicts it.
         took_ms: the same, as it was; `paused_ms`: from the loss on.
+        recompute_ms: the same, as predicted for computing all of it that the instance did not have.
     """
 
     how: str
@@ -129,6 +135,7 @@ class Recovery(msgspec.Struct, frozen=True):
     predicted_ms: float | None
     took_ms: float
     paused_ms: float
+    recompute_ms: float | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -218,6 +225,8 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
         troubles: of those that cannot serve, or may not be able to: name -> why, with the name of the process at fault.
         model: digest of what it serves, which is the same on every host.
         ended: engines that have just done so.
+        restarted: instances that were slow -> how often they were restarted for that, in a row, and how many minutes
+            ago last: a new master learns it so.
     """
 
     host: str
@@ -227,6 +236,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     model: str = ""
     protocol: int = PROTOCOL
     ended: list[EngineEnded] = []
+    restarted: dict[str, tuple[int, int]] = {}
 
 
 class StartTotals(msgspec.Struct, frozen=True):
@@ -308,6 +318,7 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         predicted_ttft: seconds from its client's request to its first token; None when the policy does not predict.
         source: from where it is to bring KV that it lacks before it is prefilled; None computes that.
         next_ms: from now to the next token of an interrupted sequence, as predicted.
+        recompute_ms: the same, if nothing were brought.
     """
 
     request_id: str
@@ -320,6 +331,7 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     predicted_ttft: float | None = None
     source: Source | None = None
     next_ms: float | None = None
+    recompute_ms: float | None = None
 
     def at(self, stage: Stage) -> Peer | None:
         """Who takes it over for a stage, or begins with it."""
@@ -512,9 +524,14 @@ class StopInstance(msgspec.Struct, tag=True, frozen=True):
 
 
 class RestartInstance(msgspec.Struct, tag=True, frozen=True):
-    """Stop the instance, which has no requests left, and start another incarnation of it."""
+    """Stop the instance, which has no requests left, and start another incarnation of it.
+
+    Attributes:
+        times: how often it was slow and is restarted for that, in a row; 0 for other reasons.
+    """
 
     name: str
+    times: int = 0
 
 
 class HostTaken(msgspec.Struct, tag=True, frozen=True):

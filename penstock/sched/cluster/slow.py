@@ -3,6 +3,8 @@
 An instance says how fast it is beside its model: 1 is as modelled, 0.3 takes three times as long (`Snapshot.speed`). It
 is slow below a third, and below half of what is usual among the others of its role: what all have in common is the
 model's mistake, or the work's, or the machine's, and no restart helps. It has to be so for a while in which it works.
+An engine that measures its own device may have been slow then: where its model comes from that, it is slow, too, if it
+computes a third of what is usual among others of the same kind.
 
 One is restarted at a time, and none that others cannot stand in for. Where a restart has not helped, the next one comes
 after twice as long, and again; meanwhile it serves as well as it can, and says so.
@@ -10,8 +12,9 @@ after twice as long, and again; meanwhile it serves as well as it can, and says 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -36,6 +39,8 @@ class Pace:
         incarnation: of its engine.
         speed: as a share of its model's; None as long as it is not known.
         busy: it computes now, so that this is new.
+        kind: of a device whose model the engine has measured; others of the same are to be as fast. None elsewhere.
+        step_ms: of one and the same step, as its model says.
     """
 
     name: str
@@ -43,6 +48,13 @@ class Pace:
     role: Role
     speed: float | None
     busy: bool
+    kind: Hashable = None
+    step_ms: float = 1.0
+
+    @property
+    def rate(self) -> float | None:
+        """What it computes in a time, beside others of its kind."""
+        return None if self.speed is None or self.kind is None else self.speed / self.step_ms
 
 
 @dataclass(slots=True)
@@ -90,13 +102,22 @@ class SlowInstances:
         self._end_restart(now, instances)
         verdicts: dict[str, str] = {}
         found: list[tuple[float, Pace, str]] = []
-        for pace, usual in _beside_others(instances):
-            if pace.busy and pace.speed is not None and usual is not None:
-                slow = pace.speed <= SLOW and pace.speed <= BESIDE * usual
-                self._count(now, pace.name, passed, slow=slow)
-                if slow:
-                    verdicts[pace.name] = text = f"{pace.speed:.2f} of its model's speed, others {usual:.2f}"
-                    found.append((pace.speed, pace, text))
+        by_model = _beside_others(instances, lambda pace: pace.role, lambda pace: pace.speed)
+        by_kind = _beside_others(instances, lambda pace: (pace.role, pace.kind), lambda pace: pace.rate)
+        for pace, usual, alike in zip(instances, by_model, by_kind, strict=True):
+            if not pace.busy or pace.speed is None or (usual is None and alike is None):
+                continue
+            slow, text = inf, ""  # how slow
+            if alike is not None and pace.rate is not None and pace.rate <= SLOW * alike:
+                slow = pace.rate / alike
+                text = f"{slow:.2f} of the speed of others of its kind"
+            if usual is not None and pace.speed <= SLOW and pace.speed <= BESIDE * usual:
+                slow = min(slow, pace.speed)
+                text = f"{pace.speed:.2f} of its model's speed, others {usual:.2f}"
+            self._count(now, pace.name, passed, slow=bool(text))
+            if text:
+                verdicts[pace.name] = text
+                found.append((slow, pace, text))
         self._slow = {pace.name: self._slow[pace.name] for pace in instances if pace.name in self._slow}
         restart = None
         for _, pace, text in sorted(found, key=lambda each: each[0]):
@@ -138,7 +159,7 @@ class SlowInstances:
     def _begin(self, now: float, pace: Pace, text: str) -> Restart:
         tried = self._tried.get(pace.name)
         times = 1 if tried is None else tried.times + 1
-        self._tried[pace.name] = _Tried(times, now + min(BACKOFF * 2 ** (times - 1), MOST_BACKOFF))
+        self._tried[pace.name] = _Tried(times, now + _pause(times))
         self._under_way = pace.name, pace.incarnation, now
         vain = "" if times == 1 else f", after {times - 1} restarts in vain"
         return Restart(name=pace.name, reason=f"slow: {text} for {self._slow.pop(pace.name):.0f} s{vain}")
@@ -150,20 +171,37 @@ class SlowInstances:
         if any(p.name == name and p.incarnation != incarnation for p in instances) or now - began > GIVES_UP:
             self._under_way, self._next = None, now + SETTLES
 
+    def times(self, name: str) -> int:
+        """How often it was restarted in a row; 0 where it was not."""
+        return self._tried[name].times if name in self._tried else 0
+
+    def recall(self, now: float, name: str, times: int, ago: float) -> None:
+        """It was restarted so often, the last time so many seconds ago, which somebody else has decided."""
+        due = now - ago + _pause(times)
+        if name not in self._tried and now < due:
+            self._tried[name] = _Tried(times, due)
+
     @property
     def under_way(self) -> str:
         """The instance that is being restarted; "" when none is."""
         return "" if self._under_way is None else self._under_way[0]
 
 
-def _beside_others(instances: Sequence[Pace]) -> list[tuple[Pace, float | None]]:
-    """Each with the usual speed of the others of its role; None where none of them knows its own."""
-    known: dict[Role, list[tuple[float, str]]] = {}
+def _pause(times: int) -> float:
+    """Seconds from the last of so many restarts to the next."""
+    return float(min(BACKOFF * 2 ** (times - 1), MOST_BACKOFF))
+
+
+def _beside_others(
+    instances: Sequence[Pace], group: Callable[[Pace], Hashable], speed: Callable[[Pace], float | None]
+) -> list[float | None]:
+    """Of each the usual speed of the others of its group; None where none of them knows its own."""
+    known: dict[Hashable, list[tuple[float, str]]] = {}
     for pace in instances:
-        if pace.speed is not None:
-            known.setdefault(pace.role, []).append((pace.speed, pace.name))
+        if (mine := speed(pace)) is not None:
+            known.setdefault(group(pace), []).append((mine, pace.name))
     found = []
     for pace in instances:
-        others = [speed for speed, name in known.get(pace.role, []) if name != pace.name]
-        found.append((pace, median(others) if others else None))
+        others = [each for each, name in known.get(group(pace), []) if name != pace.name]
+        found.append(median(others) if others else None)
     return found

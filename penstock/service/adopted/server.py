@@ -18,6 +18,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, Timing, TokenOutput
 from penstock.core.wire import PROTOCOL, codec
 from penstock.core.wire.engine import (
+    AT_WORK,
     LEASE,
     AskCache,
     CacheDelta,
@@ -217,7 +218,7 @@ class AdoptedServer:
             for client in [name for name, known in self._clients.items() if now - known.heard > LEASE]:
                 log.info("the %s %s has gone", self._clients[client].kind, client)
                 self._drop_client(client)
-            if now - self._reported >= REPORT_INTERVAL:
+            if now - self._reported >= (AT_WORK if self._runs else REPORT_INTERVAL):
                 self._flush()
             self._tell_masters(now)
 

@@ -90,7 +90,7 @@ class Handoffs:
         self.prefill_side.hold(request, generation, frontend)
 
     def go_on(self, request_id: str) -> None:
-        """If it is held, it goes on here."""
+        """It goes on here, unless it may be elsewhere by now."""
         self.prefill_side.go_on(request_id)
 
     def fetch(self, now: float, request_id: str, generation: int, source: Source) -> None:

@@ -123,10 +123,10 @@ class PrefillSide:
         self._outgoing[request.id] = out
 
     def go_on(self, request_id: str) -> None:
-        """It was held, and stays."""
+        """It stays, unless the decode side may have it by now."""
         out = self._outgoing.get(request_id)
-        if out is not None and out.state is _State.OPEN:
-            self._stay(out, "it is here")
+        if out is not None and out.state is not _State.COMMITTING:
+            self._stay(out, "it is to go on here")
 
     def started(self, now: float, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
