@@ -336,7 +336,7 @@ class Cluster:
         )
         source, pool = self._pool(place)
         scheduler = self._scheduler(group, pool)
-        each = group.times.load_blocks_ms(1) / 1e3 * group.slowdown
+        each = group.times.load_blocks_ms(1) / 1e3
         place.instance = engine.SimInstance(
             ready,
             scheduler,
