@@ -25,7 +25,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from hashlib import blake2b
@@ -44,6 +44,7 @@ from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Kept, Tier
 from penstock.nn import native
+from penstock.transfer.files import DIRECT, FAILS, opened, read_all, write_all
 
 log = logging.getLogger("penstock.engine")
 OPTION, SIZE_OPTION = "disk-cache", "disk-cache-size"
@@ -53,13 +54,10 @@ FORMAT = 1  # of the files
 RECORD, CHECK = struct.Struct("<16s16sQQQI"), struct.Struct("<I")
 RECORD_BYTES = RECORD.size + CHECK.size
 FIRST, BEHIND, ALONE = range(3)  # a prompt's first block, one behind its parent, one that is found beside others
-DIRECT = getattr(os, "O_DIRECT", 0)  # other systems have other ways
 PIECE_BYTES = 32 << 20  # of a push, after which loads may come first
 TRIALS = 4  # reads at the start, of which the best counts
 UNMEASURED = 200e6  # bytes/s of a disk on which nothing could be tried
 MOST_FOLDERS = 1024
-# Of a disk that fails, which is no reason not to serve; all else is a mistake of whoever named the folder
-FAILS = (errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 
 
 class DiskTier(NamedTuple):
@@ -81,12 +79,12 @@ class Index:
     """
 
     def __init__(self, path: Path, num_slots: int, whole: int) -> None:
-        self._fd = _opened(path)
+        self._fd = opened(path)
         self.kept: list[Kept] = []
         self.stored: dict[int, tuple[bytes, int]] = {}
         with ExitStack() as stack:
             stack.callback(self.close)
-            data = _read_all(self._fd, num_slots * RECORD_BYTES)
+            data = read_all(self._fd, num_slots * RECORD_BYTES)
             os.ftruncate(self._fd, num_slots * RECORD_BYTES)
             stack.pop_all()
         for slot in range(min(whole, len(data) // RECORD_BYTES)):
@@ -103,12 +101,12 @@ class Index:
 
     def void(self, slot: int) -> None:
         """What lies there is going to be something else."""
-        _write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
+        write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
 
     def write(self, move: Move, checksum: int) -> None:
         kind = FIRST if not move.parent else ALONE if move.parent == BESIDE else BEHIND
         said = RECORD.pack(move.key, move.parent, next(self._numbers), checksum, move.slot, kind)
-        _write_all(self._fd, said + CHECK.pack(zlib.crc32(said)), move.slot * RECORD_BYTES)
+        write_all(self._fd, said + CHECK.pack(zlib.crc32(said)), move.slot * RECORD_BYTES)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -143,7 +141,7 @@ class DiskSlots:
             self.folder, lock = _own_folder(directory / _name(cache.layout, weights))
             stack.callback(os.close, lock)
             self.block_seconds, direct = self._tried(self.folder / "trial")
-            self._fd = _opened(self.folder / "blocks", direct)
+            self._fd = opened(self.folder / "blocks", direct)
             stack.callback(os.close, self._fd)
             whole = os.fstat(self._fd).st_size // size
             os.ftruncate(self._fd, num_slots * size)  # it is sparse
@@ -165,9 +163,9 @@ class DiskSlots:
         self._buffer[:] = os.urandom(self.block_bytes)  # what is all zeros may never reach the disk
         for direct in (DIRECT, 0):
             with suppress(OSError):
-                fd = _opened(path, direct)
+                fd = opened(path, direct)
                 try:
-                    _write_all(fd, self._buffer, 0)
+                    write_all(fd, self._buffer, 0)
                     return min(self._read_seconds(fd) for _ in range(TRIALS)), direct
                 finally:
                     os.close(fd)
@@ -184,7 +182,7 @@ class DiskSlots:
         self._held = -1
         for move, content in zip(moves, contents, strict=True):
             self._index.void(move.slot)
-            _write_all(self._fd, content, self._place(move.slot))
+            write_all(self._fd, content, self._place(move.slot))
         return contents
 
     def write(self, move: Move, checksum: int) -> None:
@@ -294,7 +292,7 @@ def _own_folder(parent: Path) -> tuple[Path, int]:
     for number in range(MOST_FOLDERS):
         folder = parent / str(number)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
-        lock = _opened(folder / "lock")
+        lock = opened(folder / "lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return folder, lock
@@ -303,24 +301,3 @@ def _own_folder(parent: Path) -> tuple[Path, int]:
             if not isinstance(error, BlockingIOError):
                 raise
     raise OSError(errno.EBUSY, f"{MOST_FOLDERS} engines use it")
-
-
-def _opened(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
-
-
-def _write_all(fd: int, data: bytes | mmap.mmap | memoryview, place: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, place)
-        view, place = view[written:], place + written
-
-
-def _read_all(fd: int, size: int) -> bytes:
-    def pieces() -> Iterator[bytes]:
-        place = 0
-        while piece := os.pread(fd, min(size - place, 1 << 24), place):
-            yield piece
-            place += len(piece)
-
-    return b"".join(pieces())

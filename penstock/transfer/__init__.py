@@ -8,6 +8,12 @@ Memory that outlives an engine:
     kv_pool_server.py   the server that owns the pools of a host
     kv_pool_client.py   an engine's end of it
 
+Blocks that are kept elsewhere, for all engines:
+
+    stores.py           the menu of stores, by URL (store_url.py)
+    block_store.py      what every store does: put, get and find blocks, verified, in bounded time (bounded.py)
+    directory.py        files in a directory that hosts share; files.py, past the page cache
+
 Blocks that move between engines:
 
     transports.py       what every transport does, and the menu of them
