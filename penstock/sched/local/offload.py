@@ -128,6 +128,12 @@ class Offload:
         return orders
 
     @property
+    def block_seconds(self) -> dict[str, float]:
+        """What loading a block takes from each tier, as measured, or expected; none while nothing is known."""
+        each = self._seconds_each()
+        return {self.tier.name: each} if each else {}
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not (self._stores or self._loads)

@@ -802,7 +802,9 @@ class Scheduler:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += cached
-            self.counters.prefix_loads += min(sequence.loaded, cached)
+            loaded = min(sequence.loaded, cached)
+            self.counters.prefix_loads += loaded
+            self.counters.prefix_fetches += min(sequence.fetched, cached - loaded)
         self._grant(builder, sequence, count)
         if allowance.bounded:
             allowance.granted(sequence, cached, count)

@@ -82,6 +82,7 @@ class Sequence:
         kept: how many leading blocks of each group were looked at for a copy below the device (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
         loads: how often it waited for copies; `loaded`: tokens that they brought.
+        fetched: tokens that were brought from a peer, or from what a failed one has left.
         entered: totals of the engine's steps and prompt tokens when it came.
         lacking: how long it was the next to be admitted and there was no room, in seconds; `lacks`: since when.
         wait: see `Timing`; "" before its first token.
@@ -96,6 +97,7 @@ class Sequence:
         "computed",
         "dropped",
         "entered",
+        "fetched",
         "first",
         "groups",
         "handoffs",
@@ -165,7 +167,7 @@ class Sequence:
         self.moving = False
         self.handoffs = 0
         self.transferring: dict[int, int] = {}
-        self.kept = self.loads = self.loaded = 0
+        self.kept = self.loads = self.loaded = self.fetched = 0
         self.store_hold: StoreHold | None = None
         self.entered = (0, 0)
         self.lacking = 0.0
