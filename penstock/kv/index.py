@@ -59,6 +59,7 @@ class _Store:
 
 
 _NO_STORE = _Store()
+_Places = tuple[_Holders, _Holders, _Holders, Set[str]]  # who has a block on the device, host, disk; and soon will
 
 
 class ClusterIndex:
@@ -183,15 +184,27 @@ class ClusterIndex:
         """Add to `found` how many each of these has, who all load what is in `stored`."""
         if not live:
             return
-        all_there: _Holders | None = None  # the holders of the block before, if all that are live were among them
+        host, disk = self._own.values()
+        all_there: _Holders | None = None  # the holders of a block before, if all that are live were among them
+        there_before = host_before = disk_before = all_there  # of a block that all have who are live, in either of them
         for count, key in enumerate(keys):
             there = self._device.get(key, _NOBODY)
             if there is all_there or key in stored:
                 continue
+            on_host, on_disk = host.get(key, _NOBODY), disk.get(key, _NOBODY)
+            if there is there_before and on_host is host_before and on_disk is disk_before:
+                continue
             gone = live - there
             all_there = None if gone else there
-            if gone:
-                gone = self._without(gone, key)
+            if not gone:
+                continue
+            gone = gone.difference(on_host, on_disk)
+            expected = self._expected.get(key) if gone else None
+            if expected is None:
+                there_before, host_before, disk_before = there, on_host, on_disk
+            else:
+                gone = gone - expected.keys()
+                there_before = None
             if gone:
                 found.update(dict.fromkeys(gone, count))
                 live = live - gone
@@ -231,75 +244,38 @@ class ClusterIndex:
             found: what `match` says of these keys.
         """
         loads: dict[str, dict[str, int]] = {}
-        if found and (self._stores or any(self._own.values())):
-            for names, _ in self._by_store(found.keys()):
-                self._count_loads(keys, {name: found[name] for name in names}, loads)
-        return loads
-
-    def _count_loads(self, keys: Sequence[bytes], found: Mapping[str, int], loads: dict[str, dict[str, int]]) -> None:
-        """Of those who load from the same store. Blocks that lie in the same places are counted together."""
-        ends: dict[int, set[str]] = {}
-        for name, count in found.items():
-            ends.setdefault(count, set()).add(name)
-        live: Set[str] = found.keys()
+        if not found or not (self._stores or any(self._own.values())):
+            return loads
         host, disk = self._own.values()
-        all_there: _Holders | None = None  # the holders of a block before, if all that are live were among them
-        alike: tuple[_Holders, _Holders, _Holders, Set[str]] | None = None  # of the `run` blocks that are not counted
-        lacking: Set[str] = _NOBODY  # of these, who does not have them on the device
-        run = 0
-        for place, key in enumerate(keys[: max(ends, default=0)]):
-            if place in ends:
-                self._add_loads(loads, lacking, alike, run)
-                live, alike, run = live - ends[place], None, 0
+        tiers: dict[str, str] = {}  # instance -> from where it loads the blocks since `since`; "" needs to load none
+        since = dict.fromkeys(found, 0)
+        all_there: _Holders | None = None  # the holders of a block before, if all were among them
+        before: _Places = (_NOBODY, _NOBODY, _NOBODY, _NOBODY)
+        moved: Iterable[str] = found  # who has this block in another tier than the one before
+        for place, key in enumerate(keys[: max(found.values())]):
             there = self._device.get(key, _NOBODY)
             if there is all_there:
                 continue
-            on_host, on_disk = host.get(key, _NOBODY), disk.get(key, _NOBODY)
-            coming = self._expected.get(key, _NOTHING).keys()
-            if alike is not None and (
-                there is alike[0] and on_host is alike[1] and on_disk is alike[2] and coming == alike[3]
-            ):
-                run += 1
-                continue
-            self._add_loads(loads, lacking, alike, run)
-            lacking = live - there
-            all_there = None if lacking else there
-            lacking = lacking - coming
-            alike, run = (there, on_host, on_disk, coming), 1
-        self._add_loads(loads, lacking, alike, run)
-
-    @staticmethod
-    def _add_loads(
-        loads: dict[str, dict[str, int]],
-        names: Set[str],
-        places: tuple[_Holders, _Holders, _Holders, Set[str]] | None,
-        blocks: int,
-    ) -> None:
-        """So many blocks that lie in these places are loaded by these, from the quickest tier that has them."""
-        if places is None or not names:
-            return
-        for tier, holders in ((OWN[0], places[1]), (OWN[1], places[2]), (STORE, names)):
-            here = names & holders
-            if here:
-                for name in here:
-                    known = loads.setdefault(name, {})
-                    known[tier] = known.get(tier, 0) + blocks
-                names = names - here
+            now = there, host.get(key, _NOBODY), disk.get(key, _NOBODY), self._expected.get(key, _NOTHING).keys()
+            if place:
+                if now[0] is before[0] and now[1] is before[1] and now[2] is before[2] and now[3] == before[3]:
+                    continue
+                moved = [name for name in _differing(before, now) if name in since]
+            before = now
+            all_there = there if len(since) <= len(there) and since.keys() <= there else None
+            for name in moved:
+                _add(loads, name, tiers.get(name), min(place, found[name]) - since[name])
+                if place < found[name]:
+                    tiers[name], since[name] = _nearest(name, now), place
+                else:
+                    del tiers[name], since[name]
+        for name, place in since.items():
+            _add(loads, name, tiers[name], found[name] - place)
+        return loads
 
     def _holders(self, key: bytes) -> Set[str]:
         told = self._device.get(key, _NOBODY).union(*(own.get(key, _NOBODY) for own in self._own.values()))
         return told | self._expected.get(key, _NOTHING).keys()
-
-    def _without(self, names: Set[str], key: bytes) -> Set[str]:
-        """Of instances that do not have a block on the device, those that have it nowhere."""
-        expected = self._expected.get(key)
-        if expected is not None:
-            names = names - expected.keys()
-        for own in self._own.values():
-            below = own.get(key)
-            if below is not None:
-                names = names - below
-        return names
 
     def count(self, instance: str, tier: str = DEVICE) -> int:
         """Keys that are known of a tier of an instance."""
@@ -384,3 +360,27 @@ class ClusterIndex:
     @staticmethod
     def _keys(life: _Life, tier: str) -> Set[bytes]:
         return life.tiers[tier].keys if tier in life.tiers else set()
+
+
+def _differing(before: _Places, now: _Places) -> Set[str]:
+    """Those for whom a block is elsewhere than another."""
+    found: set[str] = set()
+    for were, are in zip(before, now, strict=True):
+        if were is not are:
+            found |= were - are
+            found |= are - were
+    return found
+
+
+def _nearest(name: str, places: _Places) -> str:
+    """From where an instance loads a block that it has somewhere; "" if it need not."""
+    there, on_host, on_disk, coming = places
+    if name in there or name in coming:
+        return ""
+    return OWN[0] if name in on_host else OWN[1] if name in on_disk else STORE
+
+
+def _add(loads: dict[str, dict[str, int]], name: str, tier: str | None, blocks: int) -> None:
+    if tier:
+        known = loads.setdefault(name, {})
+        known[tier] = known.get(tier, 0) + blocks
