@@ -198,7 +198,7 @@ class ClusterIndex:
             all_there = None if gone else there
             if not gone:
                 continue
-            gone = gone.difference(on_host, on_disk)
+            gone = gone - on_host - on_disk
             expected = self._expected.get(key) if gone else None
             if expected is None:
                 there_before, host_before, disk_before = there, on_host, on_disk
