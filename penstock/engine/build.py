@@ -21,7 +21,7 @@ from penstock.engine.disk_tier import SIZE, SIZE_OPTION, check_disk_tier, open_d
 from penstock.engine.executor.base import Executor, Memory
 from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
-from penstock.engine.loop import Engine
+from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.memory import check_asked, size_cache
 from penstock.engine.options import EngineOptions, check_options, device_of
 from penstock.engine.runner import Runner
@@ -34,6 +34,7 @@ from penstock.nn.loader import file_times
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
+from penstock.sched.local.lane import Lane
 from penstock.sched.local.limits import tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
@@ -173,20 +174,22 @@ def _build(
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
-    mover, offload = None, None
+    lanes, movers = list[Lane](), dict[str, TierBelow]()
     if slots:
-        mover, offload = open_host_tier(cache, slots), Offload(blocks, Tier(slots))
-    elif options.disk_cache is not None:  # never below a tier in the host's memory, which a CPU does not have
+        lanes.append(Lane(Tier(slots), mirrors=True))
+        movers["host"] = open_host_tier(cache, slots)
+    if options.disk_cache is not None:
         weights = file_times(Path(options.model))
         if (below := open_disk_tier(cache, options.disk_cache, on_disk, weights)) is not None:
-            mover, offload = below.mover, Offload(blocks, below.tier, below.block_seconds)
+            lanes.append(Lane(below.tier, below.block_seconds))
+            movers["disk"] = below.mover
     scheduler = Scheduler(
         limits,
         blocks,
         root=root,
         prefix_cache=options.prefix_cache,
         policy=policy,
-        offload=offload,
+        offload=Offload(blocks, lanes) if lanes else None,
         speculation=speculation,
         windows=windows,
     )
@@ -212,7 +215,7 @@ def _build(
         runner.computing = inline.thread.bell.computing
     executor: Executor = inline if others is None else others.executor(inline)
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, mover)
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory)
 

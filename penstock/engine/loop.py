@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import select
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
@@ -17,7 +18,7 @@ from penstock.kv.connector import KVTier
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.limits import SOON, STOPS_IN, StepBudget
-from penstock.sched.local.offload import Load, Store
+from penstock.sched.local.offload import Load, Order
 
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
@@ -54,15 +55,11 @@ class Ledger(Protocol):
 
 
 class TierBelow(KVTier, Protocol):
-    """Copies blocks between the device and the tier below it."""
+    """Copies blocks between the device and a tier below it."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Return when `poll` has something, or after so long."""
         ...
 
 
@@ -89,7 +86,7 @@ class Engine:
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
         prefaulter: prepares blocks; None where blocks need no preparation.
-        mover: copies blocks for the scheduler's tier; None without a tier.
+        movers: copy blocks for the scheduler's tiers, by their names.
 
     Attributes:
         steps: that have ended.
@@ -98,7 +95,7 @@ class Engine:
         look_again_at: when `begin` may schedule ahead, in seconds of the clock; inf when it waits for something else.
         at_work: requests in the steps in flight, and until the next one in the last.
         tell: is told of these before they are computed.
-        cache_logs: what came and went on the device and in the tier below it, by the tier's name; empty where nobody
+        cache_logs: what came and went on the device and in the tiers below it, by the tier's name; empty where nobody
             asks.
     """
 
@@ -110,12 +107,12 @@ class Engine:
         ledger: Ledger | None = None,
         budget: StepBudget | None = None,
         prefaulter: Expects | None = None,
-        mover: TierBelow | None = None,
+        movers: Mapping[str, TierBelow] = {},
     ) -> None:
-        assert (mover is None) == (scheduler.offload is None)
+        assert [*movers] == ([] if scheduler.offload is None else [lane.name for lane in scheduler.offload.lanes])
         self.scheduler = scheduler
         self.executor = executor
-        self.mover = mover
+        self.movers = movers
         self.steps = 0
         self.busy = self.idle = 0.0
         self.at_work: Sequence[str] = ()
@@ -130,7 +127,10 @@ class Engine:
         self._stopped = False  # the last of them was told to end early
         self._called_at: float | None = None  # when something online came, if what is in flight was let be
         self.look_again_at = inf
-        self._moving: dict[int, Store | Load] = {}  # handle of the mover -> what is under way
+        self._moving: dict[tuple[str, int], Order] = {}  # tier, and handle of its mover -> what is under way
+        self._moved = select.poll()
+        for mover in movers.values():
+            self._moved.register(mover.fileno(), select.POLLIN)
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
@@ -164,8 +164,8 @@ class Engine:
         """Run one step to its end. Returns its outputs and how many tokens it computed; 0 when no step can run."""
         while self.begin():
             pass
-        if self.mover is not None and not self._flying and self.awaits_moves:
-            self.mover.wait(max(0.0, min(LOOK_AGAIN, self.gives_up_at - self._clock.now())))
+        if self.movers and not self._flying and self.awaits_moves:
+            self._moved.poll(1e3 * max(0.0, min(LOOK_AGAIN, self.gives_up_at - self._clock.now())))
             while self.begin():
                 pass
         step = self.end(wait=True)
@@ -296,7 +296,7 @@ class Engine:
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
 
-    # --- the tier below the device
+    # --- the tiers below the device
 
     @property
     def awaits_moves(self) -> bool:
@@ -315,12 +315,12 @@ class Engine:
 
     def move(self) -> None:
         """Handle completed moves, and start the wanted ones. `begin` and `end` do so too; a loop that waits without a
-        step in flight calls it when `mover` has something."""
-        if self.mover is None:
+        step in flight calls it when one of `movers` has something."""
+        if not self.movers:
             return
-        over = self.mover.poll()
-        for handle, blocks, seconds in over:
-            order = self._moving.pop(handle)
+        over = [(tier, moved) for tier, mover in self.movers.items() for moved in mover.poll()]
+        for tier, (handle, blocks, seconds) in over:
+            order = self._moving.pop((tier, handle))
             if isinstance(order, Load):
                 self._given_up_at.pop(order.number, None)
                 self.scheduler.loaded(order.number, len(blocks), seconds)
@@ -337,17 +337,17 @@ class Engine:
 
     def _order_moves(self) -> None:
         """Start the moves that the scheduler wants."""
-        if self.mover is None:
+        if self.scheduler.offload is None:
             return
-        assert self.scheduler.offload is not None
         for order in self.scheduler.offload.take_orders():
+            mover = self.movers[order.tier]
             if isinstance(order, Load):
                 self._given_up_at[order.number] = self._clock.now() + PATIENCE * order.seconds + GRACE
                 if self._ledger is not None:
                     self._ledger.clear(move.block for move in order.moves)
-                self._moving[self.mover.pull(order.moves)] = order
+                self._moving[order.tier, mover.pull(order.moves)] = order
             else:
-                self._moving[self.mover.push(order.moves)] = order
+                self._moving[order.tier, mover.push(order.moves)] = order
 
     # --- reports
 
@@ -361,8 +361,8 @@ class Engine:
             if "device" in self.cache_logs:
                 self.cache_logs["device"].note([p.key for p in added if p.told], removed)
         if self.cache_logs and self.scheduler.offload is not None:
-            tier = self.scheduler.offload.tier
-            self.cache_logs[tier.name].note(*tier.take_changes())
+            for lane in self.scheduler.offload.lanes:
+                self.cache_logs[lane.name].note(*lane.tier.take_changes())
 
     @property
     def at_rest(self) -> bool:
@@ -385,22 +385,22 @@ class Engine:
     def log_cache(self) -> None:
         """From now on it is kept what comes and goes in each tier of the cache."""
         self.cache_logs = {"device": CacheLog()}
-        if self.scheduler.offload is not None:
-            self.cache_logs[self.scheduler.offload.tier.name] = CacheLog()
+        for tier in self.movers:
+            self.cache_logs[tier] = CacheLog()
 
     # --- ends and checks
 
     def settle(self) -> None:
         """Wait for all computation and moves. Their results can still be taken."""
         self.executor.settle()
-        if self.mover is not None:
-            self.mover.settle()
+        for mover in self.movers.values():
+            mover.settle()
 
     def close(self) -> None:
         """Stop all access to the cache's memory; the engine cannot be used afterwards."""
         self.executor.close()
-        if self.mover is not None:
-            self.mover.close()
+        for mover in self.movers.values():
+            mover.close()
 
     def check(self) -> None:
         """Raise AssertionError unless everything that runs is accounted for."""

@@ -37,6 +37,7 @@ from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
+from penstock.sched.local.lane import Lane
 from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, STOPS_IN, Sizes, fitting_blocks, sized, tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import make_speculation
@@ -161,8 +162,8 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     device_model = replace(device, host_bandwidth=device.host_bandwidth / options.slowdown).slowed(options.slowdown)
-    mover = open_modelled_tier(pool.memory, slots, StepTime(device_model, shape)) if slots else None
-    offload = Offload(blocks, Tier(slots)) if slots else None
+    movers = {"host": open_modelled_tier(pool.memory, slots, StepTime(device_model, shape))} if slots else {}
+    offload = Offload(blocks, [Lane(Tier(slots), mirrors=True)]) if slots else None
     limit = sizes.limit.slowed(options.slowdown)
     policy = make_local_policy(options.scheduling_policy, StepTime(device_model, shape), limit)
     scheduler = Scheduler(
@@ -186,7 +187,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         sizes.token_budget,
         options.slowdown,
     )
-    engine = Engine(scheduler, InlineExecutor(runner, clock, beside=True), clock, ledger_of(pool), mover=mover)
+    engine = Engine(scheduler, InlineExecutor(runner, clock, beside=True), clock, ledger_of(pool), movers=movers)
     return BuiltModelled(engine, runner, layout, shape, device_model, pool)
 
 

@@ -6,7 +6,6 @@ The tier's `Way` does the copying. The order of copies and their verification ar
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 import weakref
@@ -104,8 +103,6 @@ class Mover:
         self._way = way
         self._handles = count(1)
         self._desk = desk = _Desk()
-        self._waiter = select.poll()
-        self._waiter.register(desk.bell.fd, select.POLLIN)
         # slot -> key and checksum of what lies there
         self._stored: dict[int, tuple[bytes, int]] = {} if journal is None else dict(journal.stored)
         work = _Carrier(desk, way, checksum, self._stored, journal, piece).work
@@ -134,10 +131,6 @@ class Mover:
     def contains(self, keys: Sequence[bytes]) -> int:
         stored = {key for key, _ in list(self._stored.values())}
         return sum(1 for _ in takewhile(stored.__contains__, keys))
-
-    def wait(self, seconds: float) -> None:
-        """Return when `poll` has something, or after so long."""
-        self._waiter.poll(seconds * 1e3)
 
     def settle(self) -> None:
         self._desk.settle()

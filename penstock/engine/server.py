@@ -45,6 +45,7 @@ from penstock.core.wire.engine import (
     Snapshot,
     StepReport,
     Stopped,
+    TierStats,
     UnlinkPeer,
     WakeUp,
     decode_command,
@@ -165,7 +166,7 @@ class EngineServer:
             if orphans is not None:
                 self._poller.register(orphans.fileno(), zmq.POLLIN)
         self._tick_every, self._beat_with = lease / 20, beat
-        for fd in (engine.executor.fileno(), None if engine.mover is None else engine.mover.fileno()):
+        for fd in (engine.executor.fileno(), *(mover.fileno() for mover in engine.movers.values())):
             if fd is not None:
                 self._poller.register(fd, zmq.POLLIN)
         try:
@@ -442,10 +443,10 @@ class EngineServer:
         Other listeners miss part of the next delta, and will see the gap.
         """
         scheduler = self._engine.scheduler
+        tiers = {} if scheduler.offload is None else {lane.name: lane.tier for lane in scheduler.offload.lanes}
         for tier, kept in self._engine.cache_logs.items():
             kept.take()
-            offload = scheduler.offload
-            keys = offload.tier.keys() if offload is not None and tier == offload.tier.name else scheduler.pool.keys()
+            keys = tiers.get(tier, scheduler.pool).keys()
             self._send(client, CacheDelta(self._incarnation, kept.sequence, keys, [], tier=tier, whole=True))
 
     def _inspection(self) -> Inspection:
@@ -478,10 +479,8 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
     """Of an engine, for those who send it requests."""
     decode_side = None if handoffs is None else handoffs.decode_side
     queue = None if handoffs is None else handoffs.decode_side.queue
-    scheduler, offload, mover = engine.scheduler, engine.scheduler.offload, engine.mover
-    counters, speculation = scheduler.counters, scheduler.speculation
+    scheduler, counters, speculation = engine.scheduler, engine.scheduler.counters, engine.scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
-    block_bytes = mover.block_bytes if mover is not None else 0
     masks = engine.executor.mask_costs
     return EngineStats(
         running=scheduler.num_running,
@@ -497,8 +496,6 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         idle=engine.idle,
         prefix_loads=counters.prefix_loads,
         prefix_fetches=counters.prefix_fetches,
-        stored_bytes=offload.stored_blocks * block_bytes if offload is not None else 0,
-        loaded_bytes=offload.loaded_blocks * block_bytes if offload is not None else 0,
         drafts=drafted.drafts,
         draft_tokens=drafted.draft_tokens,
         accepted_tokens=drafted.accepted_tokens,
@@ -512,11 +509,27 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         migrations=0 if queue is None else queue.granted,
         migration_wait=0.0 if queue is None else queue.waited,
         asleep=asleep,
-        tier=offload.tier.name if offload is not None else "",
-        tier_loads=offload.loads if offload is not None else 0,
-        failed_loads=offload.failed_loads if offload is not None else 0,
-        late_loads=offload.late_loads if offload is not None else 0,
-        failed_stores=offload.failed_stores if offload is not None else 0,
+        tiers=_tiers_of(engine),
+    )
+
+
+def _tiers_of(engine: Engine) -> tuple[TierStats, ...]:
+    offload = engine.scheduler.offload
+    return tuple(
+        TierStats(
+            name=lane.name,
+            used_bytes=lane.tier.used * (block_bytes := engine.movers[lane.name].block_bytes),
+            hit_tokens=lane.hit_tokens,
+            stored_bytes=lane.stored_blocks * block_bytes,
+            loaded_bytes=lane.loaded_blocks * block_bytes,
+            loads=lane.loads,
+            failed_loads=lane.failed_loads,
+            late_loads=lane.late_loads,
+            failed_stores=lane.failed_stores,
+            expected=lane.expected,
+            took=lane.took,
+        )
+        for lane in (() if offload is None else offload.lanes)
     )
 
 

@@ -73,6 +73,7 @@ class Tier:
         self._uses = 0
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._evicted: list[bytes] = []
 
     # --- finding
 
@@ -200,6 +201,11 @@ class Tier:
         self._added, self._removed = {}, {}
         return changes
 
+    def take_evicted(self) -> list[bytes]:
+        """Keys whose copies had to go for others since the last call, of those that are told of."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
     @property
     def used(self) -> int:
         """Slots with something in them."""
@@ -231,8 +237,10 @@ class Tier:
                 continue
             del self._copies[key]
             self._free.append(copy.slot)
-            if copy.state == "whole" and copy.told:
-                self._note(key, self._removed, self._added)
+            if copy.told:
+                self._evicted.append(key)
+                if copy.state == "whole":
+                    self._note(key, self._removed, self._added)
             if copy.parent is not None:
                 above = self._copies[copy.parent]
                 above.children -= 1

@@ -27,7 +27,7 @@ from prometheus_client.utils import floatToGoString
 
 from penstock.core.request import FinishReason
 from penstock.core.structured_outputs import KINDS
-from penstock.core.wire.engine import EngineStats
+from penstock.core.wire.engine import EngineStats, TierStats
 from penstock.obs.logs import SERVICE_CLASSES, RequestRecord
 
 PREFIX = "penstock:"
@@ -72,7 +72,7 @@ VLLM = {
 }
 
 DEVICE, PEER = "device", "peer"  # where what is found was: there already, or brought from another instance
-BELOW = "host", "disk"  # tiers below the device; an engine has one of them at most
+BELOW = "host", "disk", "remote"  # tiers below the device
 SLEEP_STATES = "awake", "weights_offloaded", "discard_all"  # by level
 
 MASTER = "master"  # label `engine` of sequences in the master's queue
@@ -94,17 +94,7 @@ COUNTED = {  # field of the statistics -> metric, and its help
 }
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
-    *(
-        "prefix_loads",
-        "prefix_fetches",
-        "stored_bytes",
-        "loaded_bytes",
-        "tier_loads",
-        "failed_loads",
-        "late_loads",
-        "failed_stores",
-    ),
-    *("drafts", "draft_tokens", "accepted_tokens"),
+    *("prefix_loads", "prefix_fetches", "drafts", "draft_tokens", "accepted_tokens"),
     *COUNTED,
 )
 totals = attrgetter(*TOTALS)
@@ -177,24 +167,15 @@ class _Histogram(Collector):
 
 @dataclass(frozen=True, slots=True)
 class _Below:
-    """One engine's series of the tier below its device."""
+    """One engine's series of a tier below its device."""
 
-    hits: Counter
-    stored: Counter
-    loaded: Counter
-    loads: Counter
-    failed_loads: Counter
-    late_loads: Counter
-    failed_stores: Counter
+    used: Gauge
+    totals: dict[str, Counter]  # field of the statistics -> its counter
 
-    def count(self, said: EngineStats, before: EngineStats) -> None:
-        self.hits.inc(said.prefix_loads - before.prefix_loads)
-        self.stored.inc(said.stored_bytes - before.stored_bytes)
-        self.loaded.inc(said.loaded_bytes - before.loaded_bytes)
-        self.loads.inc(said.tier_loads - before.tier_loads)
-        self.failed_loads.inc(said.failed_loads - before.failed_loads)
-        self.late_loads.inc(said.late_loads - before.late_loads)
-        self.failed_stores.inc(said.failed_stores - before.failed_stores)
+    def count(self, said: TierStats, before: TierStats) -> None:
+        self.used.set(said.used_bytes)
+        for total, counter in self.totals.items():
+            counter.inc(getattr(said, total) - getattr(before, total))
 
 
 @dataclass(slots=True)
@@ -252,14 +233,17 @@ class _Engine:
         hits, loads = said.prefix_hits - before.prefix_hits, said.prefix_loads - before.prefix_loads
         fetches = said.prefix_fetches - before.prefix_fetches
         self.hits.inc(hits)
-        self.device_hits.inc(max(0, hits - loads - fetches))
+        past = {tier.name: tier for tier in before.tiers}
+        found = {DEVICE: hits - loads - fetches, PEER: fetches}
+        for tier in said.tiers:
+            earlier = past.get(tier.name) or TierStats(tier.name)
+            self.below[tier.name].count(tier, earlier)
+            found[tier.name] = tier.hit_tokens - earlier.hit_tokens
+        self.device_hits.inc(max(0, found[DEVICE]))
         self.peer_hits.inc(fetches)
         self.asked += said.prefix_queries - before.prefix_queries
-        found = {DEVICE: hits - loads - fetches, said.tier: loads, PEER: fetches}
         for where in (where for where, tokens in found.items() if tokens):
             self.found[where] = self.found.get(where, 0) + found[where]
-        if said.tier:
-            self.below[said.tier].count(said, before)
         self.drafts.inc(said.drafts - before.drafts)
         self.draft_tokens.inc(said.draft_tokens - before.draft_tokens)
         self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
@@ -285,12 +269,19 @@ class _EngineSeries:
         self.tiers = self._metric(
             Counter,
             "kv_hit_tokens",
-            "Prompt tokens found in the prefix cache, by tier: host and disk are below the device; peer is what was "
+            "Prompt tokens found in the prefix cache, by tier: all but the device are below it; peer is what was "
             "brought from another instance",
             ["tier"],
         )
         self.moved = self._metric(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
+        self.stored = self._metric(Gauge, "kv_tier_bytes", "KV that is in a tier below the device", ["tier"])
         self.loads = self._metric(Counter, "kv_loads", "Loads of KV from a tier below the device", ["tier"])
+        self.load_seconds = self._metric(
+            Counter, "kv_load_seconds", "Time that loads took which brought all that they should have", ["tier"]
+        )
+        self.expected_seconds = self._metric(
+            Counter, "kv_load_expected_seconds", "Time that they were predicted to take", ["tier"]
+        )
         self.failures = self._metric(
             Counter,
             "kv_tier_failures",
@@ -352,15 +343,19 @@ class _EngineSeries:
         )
 
     def _below(self, name: str, tier: str) -> _Below:
-        return _Below(
-            hits=self.tiers.labels(self._model_name, name, tier),
-            stored=self.moved.labels(self._model_name, name, "device", tier),
-            loaded=self.moved.labels(self._model_name, name, tier, "device"),
-            loads=self.loads.labels(self._model_name, name, tier),
-            failed_loads=self.failures.labels(self._model_name, name, tier, "load"),
-            late_loads=self.failures.labels(self._model_name, name, tier, "late"),
-            failed_stores=self.failures.labels(self._model_name, name, tier, "store"),
-        )
+        engine = self._model_name, name
+        totals = {
+            "hit_tokens": self.tiers.labels(*engine, tier),
+            "stored_bytes": self.moved.labels(*engine, "device", tier),
+            "loaded_bytes": self.moved.labels(*engine, tier, "device"),
+            "loads": self.loads.labels(*engine, tier),
+            "failed_loads": self.failures.labels(*engine, tier, "load"),
+            "late_loads": self.failures.labels(*engine, tier, "late"),
+            "failed_stores": self.failures.labels(*engine, tier, "store"),
+            "took": self.load_seconds.labels(*engine, tier),
+            "expected": self.expected_seconds.labels(*engine, tier),
+        }
+        return _Below(self.stored.labels(*engine, tier), totals)
 
     def end(self, name: str) -> None:
         for metric in self._metrics:

@@ -40,6 +40,7 @@ from penstock.sched.cluster import (
 from penstock.sched.cluster.columns import least
 from penstock.sched.cluster.startup import Path
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.lane import Lane
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
 from penstock.service.events import (
@@ -346,7 +347,7 @@ class Cluster:
             root=self._root,
             prefix_cache=group.prefix_cache,
             policy=ENGINE_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
-            offload=Offload(pool, Tier(group.host_blocks)) if group.host_blocks else None,
+            offload=Offload(pool, [Lane(Tier(group.host_blocks), mirrors=True)]) if group.host_blocks else None,
             windows=group.windows,
         )
 

@@ -436,8 +436,8 @@ class SimInstance:
             self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))
         added, removed = self.scheduler.pool.take_changes()
         self._tell_cache(now, "device", [p.key for p in added if p.told], removed)
-        if self.scheduler.offload is not None:
-            self._tell_cache(now, "host", *self.scheduler.offload.tier.take_changes())
+        for lane in () if self.scheduler.offload is None else self.scheduler.offload.lanes:
+            self._tell_cache(now, lane.name, *lane.tier.take_changes())
 
     def _next_snapshot(self) -> Snapshot:
         self._snapshots += 1
@@ -453,9 +453,9 @@ class SimInstance:
         """Everything that can be found, numbered like the last delta, so that the next one follows it."""
         self.scheduler.pool.take_changes()
         found = {"device": self.scheduler.pool.keys()}
-        if self.scheduler.offload is not None:
-            self.scheduler.offload.tier.take_changes()
-            found["host"] = self.scheduler.offload.tier.keys()
+        for lane in () if self.scheduler.offload is None else self.scheduler.offload.lanes:
+            lane.tier.take_changes()
+            found[lane.name] = lane.tier.keys()
         for tier, keys in found.items():
             delta = CacheDelta(self._incarnation, self._deltas[tier], keys, [], tier, whole=True)
             self._news.append(self._post.to_master(now, self.name, delta))

@@ -12,7 +12,7 @@ from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import Commit, PeerMessage, Push
 from penstock.kv.connector import Moved
 from penstock.kv.depot import DepotSource
-from penstock.sched.local.offload import Load, Store
+from penstock.sched.local.offload import Order, Store
 from penstock.sched.steptime import StepTime
 
 TransportKind = Literal["shared", "copy"]
@@ -132,7 +132,7 @@ class HostWay:
         self._in_free = self._out_free = 0.0  # when each way is
         self._stores: deque[tuple[float, int]] = deque()  # (over, number), in order
 
-    def send(self, now: float, orders: Iterable[Store | Load]) -> list[LoadedBlocks]:
+    def send(self, now: float, orders: Iterable[Order]) -> list[LoadedBlocks]:
         """Begin what is ordered. Returns when the loads of it will be there."""
         arrivals = []
         for order in orders:

@@ -225,12 +225,14 @@ def blocks_of(evicted):
 
 def test_what_an_engine_left_is_found_by_the_next(evicted):
     again = restarted(evicted)
-    assert again.engine.scheduler.offload.tier.used == 4 + 3 * 3
+    assert again.engine.scheduler.offload.lanes[0].tier.used == 4 + 3 * 3
     assert again.run(make_request("first", prompt_of(0, 250)))["first"] == evicted.tokens
     assert again.cached["first"] == 3 * BLOCK_TOKENS
     said = stats_of(again.engine)
-    assert (said.tier, said.prefix_loads, said.tier_loads, said.failed_loads) == ("disk", 3 * BLOCK_TOKENS, 1, 0)
-    assert said.loaded_bytes == 3 * BLOCK_BYTES
+    assert said.prefix_loads == 3 * BLOCK_TOKENS
+    (tier,) = said.tiers
+    assert (tier.name, tier.hit_tokens, tier.loads, tier.failed_loads) == ("disk", 3 * BLOCK_TOKENS, 1, 0)
+    assert (tier.loaded_bytes, tier.used_bytes) == (3 * BLOCK_BYTES, 13 * BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_what_is_lost_is_computed(evicted, fault, ended, expected):
         collector = restarted(evicted)
     assert collector.run(make_request("again", prompt_of(0, 250)))["again"] == evicted.tokens
     assert collector.cached["again"] == expected * BLOCK_TOKENS
-    assert stats_of(collector.engine).failed_loads == (fault == "cut" and not ended)
+    assert stats_of(collector.engine).tiers[0].failed_loads == (fault == "cut" and not ended)
 
 
 def test_a_full_disk_costs_nothing_but_time(evicted):
@@ -264,21 +266,21 @@ def test_a_full_disk_costs_nothing_but_time(evicted):
     full = os.open("/dev/full", os.O_RDWR)
     os.dup2(full, slots._fd)
     os.close(full)
-    stored = evicted.offload.stored_blocks
+    stored = evicted.lane.stored_blocks
     for name in ("new", "new again"):
         evicted.collector.run(make_request(name, prompt_of(5, 250)))
         evicted.collector.run(make_request(f"other than {name}", prompt_of(6, 400), max_tokens=1))
     evicted.settle()
     assert evicted.collector.tokens["new again"] == evicted.collector.tokens["new"]
-    said = stats_of(evicted.engine)
+    (said,) = stats_of(evicted.engine).tiers
     assert said.failed_stores > 0
-    assert evicted.offload.stored_blocks == stored
+    assert evicted.lane.stored_blocks == stored
     os.dup2(kept, slots._fd)  # there is room again
     os.close(kept)
     assert evicted.ask_again() == evicted.tokens
     evicted.collector.run(make_request("newest", prompt_of(7, 250), max_tokens=1))
     evicted.settle()
-    assert evicted.offload.stored_blocks > stored
+    assert evicted.lane.stored_blocks > stored
 
 
 # --- as it is built

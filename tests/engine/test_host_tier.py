@@ -18,6 +18,7 @@ from penstock.engine.host_tier import PinnedSlots, check_host_tier
 from penstock.engine.mover import Mover
 from penstock.kv.connector import Move
 from penstock.kv.pool import Published
+from penstock.kv.tier import Tier
 from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
@@ -55,18 +56,24 @@ def close(engine):
         ("host", "contiguous", False),
         ("disk", "table", True),
         ("disk", "contiguous", False),
+        ("host and disk", "table", True),
     ],
 )
 def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahead, tier, tmp_path):
     """Several talks that go on in turns, in a cache that never holds them all at once."""
-    if tier == "disk" and any_model.device.type != "cpu":
+    if "disk" in tier and any_model.device.type != "cpu":
         pytest.skip("no tier on disk below such a device")
-    disk = tmp_path if tier == "disk" else None
+    disk = tmp_path if "disk" in tier else None
     windowed = any(any_model.config.windows)  # then less is held, evicted, and loaded
 
     def answers(slots):
         limits = {"blocks": 10 if windowed else 14, "model_len": 640, "budget": 160, "sequences": 4}
-        engine = make_engine(any_model, address_mode=mode, ahead=ahead, slots=slots, disk=disk, **limits)
+        engine = make_engine(
+            any_model, address_mode=mode, ahead=ahead, slots=slots, disk=disk, host="host" in tier, **limits
+        )
+        if slots and tier == "host and disk":  # which has what the other one has not
+            few = 8 * len(engine.scheduler.kv.windows)
+            engine.scheduler.offload.lane("host").tier = Tier(few)
         collector = Collector(engine)
         talks = [prompt_of(i, 150 + 40 * i) for i in range(4)]
         for turn in range(3):
@@ -151,7 +158,8 @@ class Evicted:
             self.collector.run(make_request(f"other{i}", prompt_of(i, 250), max_tokens=1))
         self.settle()
         self.offload = self.engine.scheduler.offload
-        assert self.offload.stored_blocks == 4 + 3 * 3
+        (self.lane,) = self.offload.lanes
+        assert self.lane.stored_blocks == 4 + 3 * 3
 
     def watch(self, way):
         self.ways.append(Watched(way))
@@ -185,28 +193,28 @@ def evicted(model, request, tmp_path):
 
 
 def test_what_is_not_what_was_stored_is_computed(evicted):
-    slot = evicted.offload.tier.slot(evicted.offload.tier.keys()[1])
+    slot = evicted.lane.tier.slot(evicted.lane.tier.keys()[1])
     if evicted.disk is None:
         evicted.way.content(slot)[100] ^= 1
     else:
         flip(next(evicted.disk.glob("*/0/blocks")), slot * BLOCK_BYTES + 100)
     assert evicted.ask_again() == evicted.tokens
     assert evicted.loaded == 1
-    assert (evicted.offload.loads, evicted.offload.failed_loads) == (1, 1)
+    assert (evicted.lane.loads, evicted.lane.failed_loads) == (1, 1)
     evicted.settle()
-    assert evicted.offload.failed_stores == 0
+    assert evicted.lane.failed_stores == 0
 
 
 def test_a_way_that_fails_costs_nothing_but_time(evicted):
     evicted.way.fails = True
     assert evicted.ask_again() == evicted.tokens
     assert evicted.loaded == 0
-    stored, keys = evicted.offload.stored_blocks, set(evicted.offload.tier.keys())
+    stored, keys = evicted.lane.stored_blocks, set(evicted.lane.tier.keys())
     evicted.collector.run(make_request("lost", prompt_of(5, 250), max_tokens=1))
     evicted.settle()
-    assert evicted.offload.stored_blocks == stored
-    assert (evicted.offload.failed_loads, evicted.offload.failed_stores > 0) == (1, True)
-    assert set(evicted.offload.tier.keys()) <= keys, "nothing is found of a store that failed"
+    assert evicted.lane.stored_blocks == stored
+    assert (evicted.lane.failed_loads, evicted.lane.failed_stores > 0) == (1, True)
+    assert set(evicted.lane.tier.keys()) <= keys, "nothing is found of a store that failed"
     evicted.way.fails = False
     evicted.collector.run(make_request("other4", prompt_of(4, 400), max_tokens=1))
     assert evicted.ask_again("third") == evicted.tokens
@@ -232,7 +240,7 @@ def test_who_waits_too_long_computes_and_what_comes_late_is_found(evicted, monke
     evicted.way.open.clear()
     assert evicted.ask_again() == evicted.tokens
     assert (evicted.loaded, evicted.collector.cached["again"]) == (0, 0)
-    assert evicted.offload.late_loads == 1
+    assert evicted.lane.late_loads == 1
     assert evicted.offload.counts()["loads_under_way"] == 1
     evicted.way.open.set()
     evicted.settle()

@@ -78,7 +78,7 @@ def test_a_block_takes_as_long_as_its_kv_would():
 def test_what_it_takes_is_the_devices_times_the_slowdown():
     built = build(slowdown=3.0)
     times = StepTime(DEVICES["h200"], GEOMETRIES[GEOMETRY])
-    assert built.engine.mover.block_bytes == BLOCK
+    assert built.engine.movers["host"].block_bytes == BLOCK
     slowed = StepTime(built.device_model, GEOMETRIES[GEOMETRY])
     assert slowed.load_ms(640) == pytest.approx(3 * times.load_ms(640))
     assert slowed.step_ms([(640, 0)]) == pytest.approx(3 * times.step_ms([(640, 0)]))
@@ -105,8 +105,8 @@ def test_what_was_evicted_is_loaded_and_the_text_is_the_same(built):
     built.engine.settle()
     built.engine.move()
     loads = built.engine.scheduler.counters.prefix_loads // BLOCK_TOKENS
-    assert built.engine.scheduler.offload.loaded_blocks == loads
-    said = stats_of(built.engine)
+    assert built.engine.scheduler.offload.lanes[0].loaded_blocks == loads
+    (said,) = stats_of(built.engine).tiers
     assert (said.stored_bytes, said.loaded_bytes) == (2 * 14 * BLOCK, loads * BLOCK)
     assert loads < 2 * 14
 
@@ -114,7 +114,7 @@ def test_what_was_evicted_is_loaded_and_the_text_is_the_same(built):
 def test_many_talks_that_do_not_fit(built):
     """Also with a tier that holds few of them, and a mover that fails now and then."""
     rng = random.Random(5)
-    way = built.engine.mover._way
+    way = built.engine.movers["host"]._way
     store, stored = way.store, []
 
     def often(moves):
@@ -141,10 +141,10 @@ def test_a_copy_that_changed_is_never_used(built, place):
     run(built, first)
     for number in (1, 2):
         run(built, make_request(str(number), prompt_of(number)))
-    way = built.engine.mover._way
+    way = built.engine.movers["host"]._way
     built.engine.settle()
     built.engine.move()
-    tier = built.engine.scheduler.offload.tier
+    tier = built.engine.scheduler.offload.lanes[0].tier
     assert len(tier.keys()) == 3 * 14
     way._slots[tier.slot(tier.keys()[place]), 13] += np.uint64(1)
     again = make_request("again", prompt_of(0))
@@ -180,7 +180,7 @@ class Served:
 
     def __init__(self, folder, blocks):
         self.built = build(kv_blocks=blocks)
-        self.way = self.built.engine.mover._way
+        self.way = self.built.engine.movers["host"]._way
         self.open = threading.Event()
         self.open.set()
         load, self.loading = self.way.load, threading.Event()
@@ -267,8 +267,10 @@ def test_what_was_loaded_is_told(served):
     stats = served.frontend.until(lambda e: isinstance(e, StepReport) and not e.stats.running).stats
     loads = served.built.engine.scheduler.counters.prefix_loads
     assert stats.prefix_loads == loads > 0
-    assert stats.loaded_bytes == loads // BLOCK_TOKENS * BLOCK
-    assert stats.stored_bytes % BLOCK == 0
+    (tier,) = stats.tiers
+    assert tier.hit_tokens == loads
+    assert tier.loaded_bytes == loads // BLOCK_TOKENS * BLOCK
+    assert tier.stored_bytes % BLOCK == 0
     found = served.frontend.inspect()
     assert found.broken == ""
     assert (found.counts["tier_slots"], found.counts["loads_under_way"]) == (64, 0)

@@ -25,6 +25,7 @@ from penstock.kv.tier import Tier
 from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.sched.local import Limits, LocalPolicy, Scheduler
+from penstock.sched.local.lane import Lane
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.local.speculation import Speculation
@@ -56,6 +57,7 @@ def make_engine(
     ahead: bool = True,
     slots: int = 0,
     disk: Path | None = None,
+    host: bool | None = None,
     graph_mode: str = "auto",
     way: Callable[[Way], Way] = lambda way: way,
     grammars: Grammars | None = None,
@@ -65,8 +67,9 @@ def make_engine(
 
     Args:
         blocks: of tokens; the cache has as many for each group of layers.
-        slots: of a tier below the device, as blocks; 0 is none.
-        disk: where that tier is; None is the host's memory.
+        slots: of tiers below the device, as blocks; 0 is none.
+        disk: where such a tier is; None is none.
+        host: whether there is one in the host's memory; by default where there is none on disk.
         way: what carries blocks there, made of what usually does.
     """
     if isinstance(model, Path):
@@ -85,29 +88,27 @@ def make_engine(
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     windows = windows_of(layout.groups)
-    pool, offload, mover = BlockPool(range(blocks), windowed=windows[0] is not None), None, None
-    if slots:
-        slots *= len(windows)
-        tier, journal = Tier(slots, "host" if disk is None else "disk"), None
-        carries: Way
-        if disk is not None:
-            carries = journal = DiskSlots(cache, disk, slots)
-            tier.restore(journal.kept)
-        else:
-            carries = (HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)
-        offload = Offload(pool, tier)
-        mover = Mover(way(carries), CHECKSUM, journal)
+    pool, lanes, movers = BlockPool(range(blocks), windowed=windows[0] is not None), list[Lane](), dict[str, Mover]()
+    slots *= len(windows)
+    if slots and (disk is None if host is None else host):
+        lanes.append(Lane(Tier(slots), mirrors=True))
+        movers["host"] = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
+    if slots and disk is not None:
+        on_disk = DiskSlots(cache, disk, slots)
+        lanes.append(Lane(Tier(slots, "disk")))
+        lanes[-1].tier.restore(on_disk.kept)
+        movers["disk"] = Mover(way(on_disk), CHECKSUM, on_disk)
     scheduler = Scheduler(
         limits,
         pool,
         prefix_cache=prefix_cache,
         policy=policy,
-        offload=offload,
+        offload=Offload(pool, lanes) if lanes else None,
         speculation=speculation,
         windows=windows,
     )
     clock, runner = SystemClock(), Runner(model, cache, graph_mode, grammars)
-    return Engine(scheduler, InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock, mover=mover)
+    return Engine(scheduler, InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock, movers=movers)
 
 
 def make_request(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.core.wire.engine import EngineStats
+from penstock.core.wire.engine import EngineStats, TierStats
 from penstock.obs.logs import RequestRecord
 from penstock.obs.metrics import TOTALS, Metrics
 
@@ -95,13 +95,20 @@ def test_totals_add_up_over_engine_restarts(lives: list[list[tuple[int, int]]]) 
 
 def test_hits_are_shown_by_tier_what_was_moved_by_way_and_drafts_by_what_became_of_them() -> None:
     metrics = Metrics("m", ["e"])
-    moved = {"prefix_loads": 256, "stored_bytes": 7000, "loaded_bytes": 3000, "pulled_blocks": 12, "failed_pulls": 3}
-    moved |= {"tier": "disk", "tier_loads": 5, "failed_loads": 2, "late_loads": 1, "failed_stores": 4}
+    failed = {"failed_loads": 2, "late_loads": 1, "failed_stores": 4}
+    took = {"loads": 5, "expected": 0.5, "took": 0.75}
+    disk = TierStats("disk", hit_tokens=192, stored_bytes=7000, loaded_bytes=3000, used_bytes=6000, **took, **failed)
+    moved = {"prefix_loads": 256, "pulled_blocks": 12, "failed_pulls": 3}
+    moved |= {"tiers": (TierStats("host", hit_tokens=64), disk)}
     drafted = {"drafts": 20, "draft_tokens": 90, "accepted_tokens": 40}
     metrics.observe_stats("e", stats(1, prefix_hits=640, **moved), 1)
     metrics.observe_stats("e", stats(2, prefix_hits=704, **moved, **drafted), 1)
     assert value(metrics, "kv_hit_tokens_total", tier="device") == 704 - 256
-    assert value(metrics, "kv_hit_tokens_total", tier="disk") == 256
+    assert value(metrics, "kv_hit_tokens_total", tier="host") == 64
+    assert value(metrics, "kv_hit_tokens_total", tier="disk") == 192
+    assert value(metrics, "kv_tier_bytes", tier="disk") == 6000
+    assert value(metrics, "kv_load_seconds_total", tier="disk") == 0.75
+    assert value(metrics, "kv_load_expected_seconds_total", tier="disk") == 0.5
     assert value(metrics, "kv_bytes_moved_total", **{"from": "device", "to": "disk"}) == 7000
     assert value(metrics, "kv_bytes_moved_total", **{"from": "disk", "to": "device"}) == 3000
     assert value(metrics, "kv_loads_total", tier="disk") == 5
@@ -240,11 +247,12 @@ def test_what_an_ideal_cache_would_have_found() -> None:
 
 def test_where_prompts_were_found_by_engine_and_in_all() -> None:
     metrics = Metrics("m", ["a", "b"])
-    said = stats(prefix_queries=1000, prefix_hits=640, prefix_loads=128, prefix_fetches=64, tier="host")
+    tiers = TierStats("host", hit_tokens=96), TierStats("disk", hit_tokens=32)
+    said = stats(prefix_queries=1000, prefix_hits=640, prefix_loads=128, prefix_fetches=64, tiers=tiers)
     metrics.observe_stats("a", said, 0)
     metrics.observe_stats("a", stats(prefix_queries=100, prefix_hits=64), 0)  # it was restarted
     metrics.observe_stats("b", stats(prefix_queries=10), 0)
-    found = {"device": 512, "host": 128, "peer": 64}
+    found = {"device": 512, "host": 96, "disk": 32, "peer": 64}
     assert {tier: value(metrics, "kv_hit_tokens_total", engine="a", tier=tier) for tier in found} == found
     assert metrics.prefixes() == {"prompt_tokens": 1110, "found_tokens": found}
 

@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sched.local.offload import Load, Store
+from penstock.kv.keys import extend_keys
+from penstock.sched.local.offload import MOST_LOADS, Load, Store
 from penstock.sched.steptime import StepTime
 from tests.sched.test_scheduler import TIMES, Engine, expected, make, request, run
 
@@ -46,7 +49,7 @@ def test_what_was_evicted_is_loaded_and_not_computed():
     assert engine.out["again"] == expected(PROMPT, 1)
     assert engine.scheduler.counters.prefix_loads == 3 * BLOCK_TOKENS
     assert engine.scheduler.counters.prefix_hits == 3 * BLOCK_TOKENS
-    assert engine.scheduler.offload.loaded_blocks == 3
+    assert engine.scheduler.offload.lanes[0].loaded_blocks == 3
 
 
 def test_every_full_block_is_copied_once():
@@ -54,7 +57,7 @@ def test_every_full_block_is_copied_once():
     for name in ("first", "second"):
         engine.scheduler.add(request(name, PROMPT, 10))
         run(engine)
-    assert engine.scheduler.offload.stored_blocks == len(engine.scheduler.offload.tier.keys()) == 4
+    assert engine.scheduler.offload.lanes[0].stored_blocks == len(engine.scheduler.offload.lanes[0].tier.keys()) == 4
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_what_cannot_be_loaded_is_computed(waiting: Engine):
     assert waiting.out["again"] == expected(PROMPT, 1)
     assert waiting.computed["again"] == 250 - BLOCK_TOKENS
     # and what was found to be bad is copied anew
-    assert len(waiting.scheduler.offload.tier.keys()) == 9
+    assert len(waiting.scheduler.offload.lanes[0].tier.keys()) == 9
 
 
 def test_who_waits_too_long_computes(waiting: Engine):
@@ -110,7 +113,7 @@ def test_of_a_slow_tier_no_more_is_held_than_pays(pays: float, copied: int):
         if engine.moves:
             engine.move(0, seconds=each)
             engine.send()
-    assert engine.scheduler.offload.stored_blocks == copied
+    assert engine.scheduler.offload.lanes[0].stored_blocks == copied
     assert max(under_way) == (0 if not copied else max(1, int(pays / 8)))
     assert engine.out["first"] == expected(PROMPT, 20)
     engine.scheduler.check()
@@ -126,7 +129,7 @@ def test_while_a_load_is_late_nothing_is_moved_and_then_again(waiting: Engine):
             waiting.begin()
             waiting.end()
     assert len(waiting.moves) == moved, "it may never end, and each would keep its blocks as long"
-    assert waiting.scheduler.offload.late_loads == 1
+    assert waiting.scheduler.offload.lanes[0].late_loads == 1
     run(waiting)
     answer(waiting, *((f"again {number}", other(number)) for number in (8, 9, 1)))
     assert waiting.computed["again 1"] == 250 - 3 * BLOCK_TOKENS
@@ -148,7 +151,7 @@ def test_where_computing_is_quicker_nothing_is_loaded():
     engine.scheduler.predict_by(StepTime(replace(TIMES.device, host_bandwidth=1e8), TIMES.shape))
     answer(engine, ("again", PROMPT))
     assert engine.computed["again"] == 250
-    assert engine.scheduler.offload.loaded_blocks == 0
+    assert engine.scheduler.offload.lanes[0].loaded_blocks == 0
 
 
 def test_how_fast_loads_are_is_measured():
@@ -160,7 +163,7 @@ def test_how_fast_loads_are_is_measured():
             for load in loads(engine):
                 engine.move(engine.moves.index(load), seconds=10.0)  # ten thousand times slower than it should be
             run(engine)
-    assert engine.scheduler.offload.loaded_blocks == 3, "the next one was loaded, however slow that is"
+    assert engine.scheduler.offload.lanes[0].loaded_blocks == 3, "the next one was loaded, however slow that is"
     assert engine.computed["p2"] == 250
     assert engine.out["p2"] == expected(PROMPT, 1)
 
@@ -195,9 +198,9 @@ def test_one_slow_load_is_not_held_against_the_tier_for_ever():
         for name, prompt in (("p", PROMPT), ("a", other(1)), ("b", other(2))):
             engine.scheduler.add(request(f"{name}{turn}", prompt, 1))
             for load in loads(engine):
-                engine.move(engine.moves.index(load), seconds=1e-4 if offload.loaded_blocks else 1.0)
+                engine.move(engine.moves.index(load), seconds=1e-4 if offload.lanes[0].loaded_blocks else 1.0)
             run(engine)
-    assert offload.loaded_blocks > 30
+    assert offload.lanes[0].loaded_blocks > 30
 
 
 def test_a_small_load_that_was_slow_says_little_of_large_ones():
@@ -275,3 +278,175 @@ def test_what_others_hold_of_a_prefix_needs_no_room():
     assert [len(load.moves) for load in loads(engine)] == [3], "it needs four blocks, and seven are free"
     run(engine)
     assert engine.out["again"] == expected(common + [12] * 200, 1)
+
+
+# --- several tiers
+
+
+def two_tiers(block_seconds: float | None = None) -> Engine:
+    """One that has computed PROMPT and evicted it: two of its three blocks are in the host memory, all are on disk."""
+    engine = make(
+        num_blocks=7, budget=400, sequences=4, model_len=440, slots=8, on_disk=40, block_seconds=block_seconds
+    )
+    answer(engine, ("first", PROMPT), ("a", other(1)), ("b", other(2)))
+    host, disk = (lane.tier for lane in engine.scheduler.offload.lanes)
+    keys = keys_of(PROMPT)
+    assert [host.slot(key) is not None for key in keys] == [True, True, False]
+    assert all(disk.slot(key) is not None for key in keys)
+    return engine
+
+
+def keys_of(prompt: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, b"", prompt, len(prompt) // BLOCK_TOKENS)
+    return keys
+
+
+def test_each_block_comes_from_the_quickest_tier_that_has_it_and_all_come_at_once():
+    engine = two_tiers()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert {load.tier: len(load.moves) for load in loads(engine)} == {"host": 2, "disk": 1}
+    run(engine)
+    assert engine.out["again"] == expected(PROMPT, 1)
+    assert engine.computed["again"] == 250 - 3 * BLOCK_TOKENS
+    assert [lane.hit_tokens for lane in engine.scheduler.offload.lanes] == [2 * BLOCK_TOKENS, BLOCK_TOKENS]
+    assert engine.scheduler.counters.prefix_loads == 3 * BLOCK_TOKENS
+
+
+def test_what_only_a_slow_tier_has_is_computed_behind_what_a_quick_one_has():
+    engine = two_tiers(block_seconds=1e-5)
+    engine.scheduler.offload.lane("disk")._measured = 1000.0, 1000.0
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert {load.tier: len(load.moves) for load in loads(engine)} == {"host": 2}
+    run(engine)
+    assert engine.computed["again"] == 250 - 2 * BLOCK_TOKENS
+    assert engine.out["again"] == expected(PROMPT, 1)
+
+
+def test_a_slow_tier_that_is_measured_to_be_quicker_comes_first():
+    engine = two_tiers(block_seconds=1e-5)
+    engine.scheduler.offload.lane("host")._measured = 1000.0, 0.1
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert {load.tier: len(load.moves) for load in loads(engine)} == {"disk": 3}
+    run(engine)
+
+
+def test_a_tier_that_is_late_is_not_waited_for_and_keeps_nobody_from_the_others():
+    engine = two_tiers()
+    scheduler, (host, disk) = engine.scheduler, engine.scheduler.offload.lanes
+    scheduler.add(request("again", PROMPT, 1))
+    by_tier = {load.tier: load for load in loads(engine)}
+    scheduler.give_up(by_tier["disk"].number)
+    assert scheduler.offload.waiting, "the other one may still come"
+    engine.move(engine.moves.index(by_tier["host"]))
+    assert not scheduler.offload.waiting
+    while "again" not in engine.out:
+        engine.begin()
+        engine.end()
+    assert engine.computed["again"] == 250 - 2 * BLOCK_TOKENS
+    assert engine.out["again"] == expected(PROMPT, 1)
+    assert (host.late_loads, disk.late_loads) == (0, 1)
+    for number in (7, 8):  # nothing goes to the disk meanwhile, and all to the host's memory
+        stored = host.stored_blocks
+        scheduler.add(request(f"n{number}", other(number), 1))
+        while f"n{number}" not in engine.out or host.storing:
+            engine.begin()
+            if engine.flying:
+                engine.end()
+            for move in [move for move in engine.moves if move.tier == "host"]:
+                engine.move(engine.moves.index(move))
+        assert host.stored_blocks >= stored + 3
+        assert not disk.storing
+    run(engine)
+    scheduler.check()
+    assert not disk.late
+
+
+def test_what_one_tier_does_not_bring_another_one_does():
+    engine = two_tiers()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    by_tier = {load.tier: load for load in loads(engine)}
+    engine.move(engine.moves.index(by_tier["disk"]))
+    engine.move(engine.moves.index(by_tier["host"]), good=0.5)
+    engine.begin()
+    assert [(load.tier, len(load.moves)) for load in loads(engine)] == [("disk", 2)], "behind the first that came"
+    run(engine)
+    assert engine.computed["again"] == 250 - 3 * BLOCK_TOKENS
+    assert engine.out["again"] == expected(PROMPT, 1)
+    assert engine.scheduler.pool.used == 0
+
+
+def test_where_the_middle_of_a_prefix_does_not_come_the_rest_is_computed():
+    engine = two_tiers()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    engine.scheduler.sequence("again").loads = MOST_LOADS
+    by_tier = {load.tier: load for load in loads(engine)}
+    engine.move(engine.moves.index(by_tier["disk"]))
+    engine.move(engine.moves.index(by_tier["host"]), good=0.5)
+    run(engine)
+    assert engine.computed["again"] == 250 - BLOCK_TOKENS
+    assert engine.out["again"] == expected(PROMPT, 1)
+    assert engine.scheduler.pool.used == 0
+
+
+def test_a_block_that_is_not_below_the_device_is_not_there_for_a_reason():
+    engine = two_tiers()
+    host, _ = engine.scheduler.offload.lanes
+    assert host.refused[keys_of(PROMPT)[2]] == "evicted"
+    engine.scheduler.add(request("c", other(3), 1))
+    engine.step()
+    engine.move(next(i for i, move in enumerate(engine.moves) if move.tier == "host"), good=0.0)
+    assert host.refused[keys_of(other(3))[0]] == "failed"
+    run(engine)
+    key = next(filter(host.tier.has, engine.scheduler.pool.keys()))
+    host.tier.spoil(key)
+    with pytest.raises(AssertionError, match="nobody knows why"):
+        host.check(engine.scheduler.pool.keys())
+    host.refuse([key], "spoiled")
+    host.check(engine.scheduler.pool.keys())
+
+
+@given(
+    placed=st.lists(st.sets(st.sampled_from(["device", "host", "disk"])), min_size=1, max_size=12),
+    seconds=st.lists(st.floats(1e-6, 1e-2), min_size=2, max_size=2),
+    under_way=st.lists(st.integers(0, 3), min_size=2, max_size=2),
+)
+def test_what_is_loaded_is_a_prefix_from_the_quickest_tiers_and_sooner_there_than_computed(placed, seconds, under_way):
+    length = len(placed) * BLOCK_TOKENS + 10
+    engine = make(num_blocks=40, budget=2000, sequences=4, slots=20, on_disk=20, block_seconds=1e-5)
+    scheduler, prompt = engine.scheduler, other(1, length)
+    keys, lanes = keys_of(prompt), scheduler.offload.lanes
+    for lane, each, blocks in zip(lanes, seconds, under_way, strict=True):
+        lane._measured = 1e6, 1e6 * each
+        lane.loading = blocks
+    device = next((i for i, tiers in enumerate(placed) if "device" not in tiers), len(placed))
+    for i, key in enumerate(keys):
+        if i < device:
+            (block,) = scheduler.pool.allocate(1)
+            scheduler.pool.publish(block, key, keys[i - 1] if i else scheduler.root)
+            scheduler.offload.came([key])
+        for lane in lanes:
+            if lane.name in placed[i] and lane.claim(key, None, told=False) is not None:
+                lane.tier.written(key, whole=True)
+    scheduler.add(request("r", prompt, 1))
+    orders = {load.tier: load for load in scheduler.offload.take_orders()}
+    found = sorted(keys.index(move.key) for load in orders.values() for move in load.moves)
+    assert found == list(range(device, device + len(found))), "what is there, and what comes, is a prefix"
+    quickest = sorted(lanes, key=lambda lane: lane.seconds_each)
+    used = [lane for lane in quickest if lane.name in orders]
+    for lane in used:
+        for move in orders[lane.name].moves:
+            tiers = placed[keys.index(move.key)]
+            assert lane is next(each for each in quickest if each.name in tiers)
+    if not found:
+        return
+
+    def compute(start: int, end: int) -> float:
+        tokens = (end - start) * BLOCK_TOKENS
+        return TIMES.prefill_ms(tokens, start * BLOCK_TOKENS, budget=max(1, tokens)) / 1e3
+
+    took = max(orders[lane.name].seconds for lane in used)
+    assert took < compute(device, device + len(found))
+    for lane in lanes:
+        lane.loading -= under_way[lanes.index(lane)]
+    scheduler.offload.check()

@@ -16,6 +16,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.tier import Tier
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.beams import BeamSearch
+from penstock.sched.local.lane import Lane
 from penstock.sched.local.offload import Load, Offload, Store
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
@@ -69,8 +70,8 @@ class Engine:
         self.hypotheses: dict[str, list[Hypothesis]] = {}
         self.embeddings: dict[str, list[float]] = {}
         self.now = 0.0
-        self.moves: list[Store | Load] = []  # between the device and the tier below it, under way
-        self.copies: dict[int, list[list[int]]] = {}  # slot of the tier -> the block's cells
+        self.moves: list[Store | Load] = []  # between the device and the tiers below it, under way
+        self.copies: dict[tuple[str, int], list[list[int]]] = {}  # tier and slot -> the block's cells
 
     @property
     def has_work(self) -> bool:
@@ -102,12 +103,12 @@ class Engine:
         order = self.moves.pop(place)
         if isinstance(order, Store):
             for block, slot, *_ in order.moves:  # at the last moment: who overwrites a block before it shows it
-                self.copies[slot] = [self.cells[block, i] for i in range(BLOCK_TOKENS)]
+                self.copies[order.tier, slot] = [self.cells[block, i] for i in range(BLOCK_TOKENS)]
             self.scheduler.stored(order.number, whole=good > 0)
             return
         count = int(good * len(order.moves))
         for block, slot, *_ in order.moves[:count]:
-            for i, past in enumerate(self.copies[slot]):
+            for i, past in enumerate(self.copies[order.tier, slot]):
                 self.cells[block, i] = past
         self.scheduler.loaded(order.number, count, seconds)
         self.send()
@@ -273,6 +274,7 @@ def make(
     policy="fcfs",
     ahead=False,
     slots=0,
+    on_disk=0,
     block_seconds=None,
     speculation=None,
     windows=WHOLE,
@@ -281,7 +283,9 @@ def make(
     """
     Args:
         num_blocks: for each group of layers.
-        block_seconds: of the tier; see `Offload`. With it, steps are predicted.
+        slots, on_disk: of tiers in the host's memory and on a disk; 0 is none.
+        block_seconds: of the first, of which the other takes three times as much; see `Lane`. With it, steps are
+            predicted.
         scarce: the share that is missing of what the longest sequence does not need at once.
     """
     model_len = model_len or num_blocks * BLOCK_TOKENS
@@ -290,13 +294,15 @@ def make(
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
     pool = BlockPool(range(num_blocks), windowed=windows[0] is not None)
-    offload = Offload(pool, Tier(slots), block_seconds) if slots else None
+    lanes = [Lane(Tier(slots), block_seconds, mirrors=True)] if slots else []
+    if on_disk:
+        lanes.append(Lane(Tier(on_disk, "disk"), block_seconds and 3 * block_seconds))
     scheduler = Scheduler(
         limits,
         pool,
         prefix_cache=prefix_cache,
         policy=paced,
-        offload=offload,
+        offload=Offload(pool, lanes) if lanes else None,
         speculation=speculation,
         windows=windows,
     )
@@ -334,12 +340,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(LOCAL_POLICIES)),
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
+        on_disk=st.sampled_from([0, 0, 2, 8, 30]),
         block_seconds=st.sampled_from([None, None, 1e-6, 1e-4, 1e-3]),
         wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
         windows=st.sampled_from([WHOLE, WHOLE, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
         scarce=st.floats(0.0, 1.0),
     )
-    def start(self, num_blocks, budget, sequences, prefix, policy, ahead, slots, block_seconds, wrong, windows, scarce):
+    def start(self, num_blocks, budget, sequences, prefix, policy, wrong, **options):
         drafts = None if wrong is None else guessing(expected, wrong)
         self.engine = make(
             num_blocks,
@@ -347,12 +354,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequences,
             prefix,
             policy=policy,
-            ahead=ahead,
-            slots=slots,
-            block_seconds=block_seconds,
             speculation=drafts,
-            windows=windows,
-            scarce=scarce,
+            **options,
         )
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}

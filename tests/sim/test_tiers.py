@@ -29,14 +29,14 @@ def tiered(memory: str | None, blocks: int = 70) -> str:
 
 def test_either_direction_is_a_way_of_its_own():
     way = HostWay(TIMES, 2.0)
-    first = way.send(1.0, [Store(1, moves(4)), Load(2, moves(3), 0.0), Load(3, moves(1), 0.0)])
+    first = way.send(1.0, [Store(1, "host", moves(4)), Load(2, "host", moves(3), 0.0), Load(3, "host", moves(1), 0.0)])
     assert [(a.number, a.blocks) for a in first] == [(2, 3), (3, 1)]
     assert [a.at for a in first] == pytest.approx([1 + 6 * BLOCK, 1 + 8 * BLOCK])
     assert [a.seconds for a in first] == pytest.approx([6 * BLOCK, 2 * BLOCK])
     assert way.next_store == pytest.approx(1 + 8 * BLOCK)
     assert way.stored(1.0) == []
     assert way.stored(2.0) == [1]
-    (later,) = way.send(5.0, [Load(4, moves(1), 0.0)])
+    (later,) = way.send(5.0, [Load(4, "host", moves(1), 0.0)])
     assert later.at == pytest.approx(5 + 2 * BLOCK)
 
 
@@ -53,7 +53,7 @@ def test_who_has_it_below_its_device_is_found_by_policies():
     result, cluster = run(read(WORKLOAD, tiered("4G")), "unified", scale=0.3)
     index = cluster.master.index
     for name, place in cluster.places.items():
-        keys = set(place.instance.scheduler.offload.tier.keys())
+        keys = set(place.instance.scheduler.offload.lanes[0].tier.keys())
         assert index.count(name, "host") == pytest.approx(len(keys), abs=40)  # what was told since the last report
         assert index.count(name, "host") > index.count(name)
     assert result["failed"] == 0

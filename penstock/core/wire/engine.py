@@ -255,6 +255,22 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
 
 
+class TierStats(msgspec.Struct, frozen=True):
+    """Of a tier below an engine's device: what is there now, and totals since the engine started."""
+
+    name: str  # "host", or "disk"
+    used_bytes: int = 0  # of KV blocks that are there, or on their way
+    hit_tokens: int = 0  # of prompts, that were loaded and found
+    stored_bytes: int = 0  # of KV blocks that were copied there
+    loaded_bytes: int = 0  # of those that came from there
+    loads: int = 0  # that have ended
+    failed_loads: int = 0  # of these, that brought less than they should have
+    late_loads: int = 0  # that took so long that who waited for them computed instead
+    failed_stores: int = 0  # that were to bring KV blocks there, and did not
+    expected: float = 0.0  # seconds that loads which brought all should have taken
+    took: float = 0.0  # and did
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Load now, and totals since the engine started."""
 
@@ -268,10 +284,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     steps: int
     busy: float = 0.0  # seconds that these took
     idle: float = 0.0  # seconds between them in which nothing was computed although there was work
-    prefix_loads: int = 0  # of `prefix_hits`, those that came from the tier below the device
+    prefix_loads: int = 0  # of `prefix_hits`, those that came from tiers below the device
     prefix_fetches: int = 0  # of `prefix_hits`, those that were brought from another instance
-    stored_bytes: int = 0  # of KV blocks that were copied there
-    loaded_bytes: int = 0  # of those that came from there
     drafts: int = 0  # sequences' parts of steps with drafts in them
     draft_tokens: int = 0  # drafts in them
     accepted_tokens: int = 0  # of these, those that were right
@@ -286,11 +300,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     migration_wait: float = 0.0  # seconds that these waited for it
     interruptions: int = 0  # steps of offline work that ended early for online work
     asleep: int = 0  # the level at which it sleeps, or is about to; 0 while it takes requests
-    tier: str = ""  # name of the tier below the device; empty without one
-    tier_loads: int = 0  # from there, that have ended
-    failed_loads: int = 0  # of these, that brought less than they should have
-    late_loads: int = 0  # that took so long that who waited for them computed instead
-    failed_stores: int = 0  # that were to bring KV blocks there, and did not
+    tiers: tuple[TierStats, ...] = ()  # below the device, the quickest first
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

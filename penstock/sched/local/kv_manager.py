@@ -22,7 +22,7 @@ class KVManager:
     Args:
         prefix_cache: whether anything can be found.
         in_flight: whose blocks stay held until they have landed.
-        offload: None without a tier below the device.
+        offload: None without tiers below the device.
         windows: of the model's groups of layers.
 
     Attributes:
@@ -147,6 +147,8 @@ class KVManager:
             self._unpinned(each.block)
             held.append(self.pool.publish(each.block, each.key, each.parent) if place < good else each.block)
         self.pool.release(held)
+        if self.offload is not None:
+            self.offload.came([each.key for each in wanted[:good]])
 
     def pin(self, blocks: Items[int]) -> None:
         """Hold these cached blocks, given from head to tail with all before them, while they are read."""

@@ -1,14 +1,16 @@
-"""Offloading: copies of blocks in a tier below the device, loaded instead of being recomputed.
+"""Offloading: copies of blocks in tiers below the device, loaded instead of being recomputed.
 
-Full blocks are copied to the tier when they can be found for the first time, so what is on the device is also below it
+Full blocks are copied to each tier when they can be found for the first time, so what is on the device is also below it
 (xLLM, section 3.4); what could not be copied then, because too much was on its way or the copy of what comes before it
 had gone, is copied when it is used next.
 
-A sequence whose prefix goes on in the tier waits outside the queue while that is loaded, if loading is quicker than
-computing and there is room for the sequence. Then it queues like any other and finds the blocks in the cache. What
-cannot be loaded is computed.
+A sequence whose prefix goes on below the device waits outside the queue while that is loaded, if loading is quicker
+than computing and there is room for the sequence. All tiers are looked up at once: each block comes from the quickest
+that has it, beside those that come from others, and how much of the prefix is loaded is decided by what that and the
+rest would take. Then the sequence queues like any other and finds the blocks in the cache. What cannot be loaded is
+computed.
 
-This module moves no bytes. `take_orders` returns what to move; the mover reports results (`stored`, `loaded`), and may
+This module moves no bytes. `take_orders` returns what to move; the movers report results (`stored`, `loaded`), and may
 report that a load takes too long (`give_up`).
 """
 
@@ -17,30 +19,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.connector import Move
 from penstock.kv.groups import held_of, key_of, keys_of_all, parent_of, reach
 from penstock.kv.pool import BlockPool, Hit
-from penstock.kv.tier import Tier
+from penstock.sched.local.lane import Lane
 from penstock.sched.local.sequence import Sequence, StoreHold, WantedBlock, wanted_blocks
 from penstock.sched.steptime import StepTime
 
-MOST_STORES, SHARE_OF_STORES = 16, 1 / 8  # blocks that are copied at once: so many, or that share of all if it is more
 MOST_LOADS = 2  # for one sequence, whose blocks may be evicted again before its turn
-KEPT = 0.9  # of what was measured of loads, at each new one, and whenever one is not made for what was measured
-PRIOR = 16  # blocks whose load counts as measured once, in the time that the model says
-# what is copied is held until it is there, perhaps longer than by its sequence: where that takes time, at most that of
-# computing so much of a block, or one block if loads are that many times as quick as computing; else nothing is copied
-HELD, PAYS = 1 / 8, 2.0
 
 
 class Store(NamedTuple):
-    """Copy these blocks to the tier, in any order."""
+    """Copy these blocks to a tier, in any order."""
 
     number: int
+    tier: str
     moves: tuple[Move, ...]
 
 
@@ -52,8 +50,12 @@ class Load(NamedTuple):
     """
 
     number: int
+    tier: str
     moves: tuple[Move, ...]
     seconds: float
+
+
+Order = Store | Load
 
 
 class _Storing(NamedTuple):
@@ -63,66 +65,101 @@ class _Storing(NamedTuple):
     """
 
     store: Store
+    lane: Lane
     sequence: Sequence
     store_hold: StoreHold
     dropping: list[int]
 
 
 @dataclass(slots=True)
-class _Loading:
-    """
+class _Wait:
+    """One sequence's, for loads.
+
     Attributes:
-        sequence: the one that waits for it; None when it no longer waits.
-        wanted: of the prefix, in order, each held once for this.
-        moves: those that are loaded.
+        sequence: None when it no longer waits.
+        wanted: of the prefix, in order, each held once for this until all loads have ended.
+        found: how many of these, from the first on, can be found.
+        lacking: blocks that have not arrived.
+        loads: that have not ended.
+        pending: those of them that it waits for.
     """
 
     sequence: Sequence | None
     wanted: list[WantedBlock]
-    moves: tuple[Move, ...]
+    found: int = 0
+    lacking: set[int] = field(default_factory=set)
+    loads: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
 
     @property
     def blocks(self) -> list[int]:
         return [each.block for each in self.wanted if each.block is not None]
 
 
-class Offload:
-    """One scheduler's use of a tier.
-
-    Args:
-        block_seconds: that copying a block takes either way, as far as nothing is measured, in a tier that may be slow;
-            None is what the device's model says of its host's memory.
-
+class _Loading(NamedTuple):
+    """
     Attributes:
-        tier: what it has.
-        waiting: request id -> the sequence that waits for its blocks, in order of the loads.
-        loaded_blocks, stored_blocks: that arrived, since the start.
-        loads: that have ended, since the start.
-        failed_loads, failed_stores: that brought less than they should have.
-        late_loads: that took so long that who waited for them computed instead.
+        seconds: that it should take by itself.
     """
 
-    def __init__(self, pool: BlockPool, tier: Tier, block_seconds: float | None = None) -> None:
-        self.tier = tier
+    load: Load
+    lane: Lane
+    wait: _Wait
+    seconds: float
+
+
+class _Choice(NamedTuple):
+    """What could be loaded of a prefix.
+
+    Attributes:
+        end: of the prefix, in blocks of tokens.
+        wanted: see `_Wait`.
+        seen: see `wanted_blocks`.
+        moves: for each lane, places in `wanted` that come from there.
+    """
+
+    end: int
+    seen: list[int]
+    wanted: list[WantedBlock]
+    moves: dict[Lane, list[int]]
+
+    @property
+    def seconds(self) -> float:
+        """Until all is there."""
+        return max(lane.load_seconds(len(places)) for lane, places in self.moves.items())
+
+
+class Offload:
+    """One scheduler's use of the tiers below its device.
+
+    Args:
+        lanes: at least one; where two are as quick, the first has it.
+
+    Attributes:
+        waiting: request id -> the sequence that waits for its blocks, in order.
+    """
+
+    def __init__(self, pool: BlockPool, lanes: Items[Lane]) -> None:
+        assert lanes
+        self.lanes = tuple(lanes)
         self.waiting: dict[str, Sequence] = {}
-        self.loaded_blocks = self.stored_blocks = 0
-        self.loads = self.failed_loads = self.failed_stores = self.late_loads = 0
-        self._pool, self._block_seconds = pool, block_seconds
-        self._most_stores = max(MOST_STORES, int(SHARE_OF_STORES * pool.num_blocks))
+        self._pool = pool
         self._number = 0
         self._stores: dict[int, _Storing] = {}
         self._loads: dict[int, _Loading] = {}
-        self._orders: list[Store | Load] = []
-        self._storing = self._loading = 0  # blocks under way
-        self._late: set[int] = set()  # loads that nobody waits for any longer since they take too long
+        self._waits: list[_Wait] = []
+        self._orders: list[Order] = []
+        self._lane = {lane.name: lane for lane in lanes}
         self._times: StepTime | None = None
-        self._measured = 0.0, 0.0  # blocks that were loaded, and the seconds that it took; the last ones count most
+        self.came(pool.keys())
 
     def predict_by(self, times: StepTime) -> None:
         """What a sequence would take to compute is predicted so from now on."""
         self._times = times
+        for lane in self.lanes:
+            lane.predict_by(times)
 
-    def take_orders(self) -> list[Store | Load]:
+    def take_orders(self) -> list[Order]:
         """What is to be moved, since the last call."""
         orders, self._orders = self._orders, []
         return orders
@@ -130,63 +167,69 @@ class Offload:
     @property
     def block_seconds(self) -> dict[str, float]:
         """What loading a block takes from each tier, as measured, or expected; none while nothing is known."""
-        each = self._seconds_each()
-        return {self.tier.name: each} if each else {}
+        return {lane.name: each for lane in self.lanes if (each := lane.seconds_each)}
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not (self._stores or self._loads)
 
-    # --- to the tier
+    def lane(self, tier: str) -> Lane:
+        """By the tier's name."""
+        return self._lane[tier]
+
+    # --- to the tiers
+
+    def came(self, keys: Items[bytes]) -> None:
+        """These blocks came to the device from elsewhere, and are copied when they are used."""
+        for lane in self.lanes:
+            lane.refuse(keys, "unused")
+            if len(lane.refused) > 64 + 2 * self._pool.num_blocks:
+                there = set(self._pool.keys())
+                lane.refused = {key: why for key, why in lane.refused.items() if key in there}
 
     def keep(self, sequence: Sequence) -> None:
-        """Copy those of its findable blocks that were not looked at yet and are not in the tier."""
-        groups, moves, dropping = sequence.groups, [], []
-        most = self._room_for_stores(groups)
-        for place in range(sequence.kept * groups, sequence.published * groups):
+        """Copy those of its findable blocks that were not looked at yet and are not in a tier."""
+        for lane in self.lanes:
+            self._keep(lane, sequence)
+
+    def _keep(self, lane: Lane, sequence: Sequence) -> None:
+        groups, moves, dropping = sequence.groups, list[Move](), list[int]()
+        most, kept = lane.room(groups, self._pool.num_blocks), sequence.published
+        for place in range(sequence.kept.get(lane.name, 0) * groups, sequence.published * groups):
             i, group = divmod(place, groups)
             key = key_of(sequence.keys[i], group)
-            if i >= sequence.dropped[group] and not self.tier.has(key):
-                slot = self._claim(sequence, i, group, key) if self._storing < most else None
+            if i >= sequence.dropped[group] and not lane.tier.has(key):
+                # what a window leaves behind would be held on for the copy: perhaps it was that which left no room
+                is_busy = lane.storing >= most or (sequence.gave_way and sequence.windows[group] is not None)
+                slot = None if is_busy else self._claim(lane, sequence, i, group, key)
                 if slot is None:
-                    sequence.kept = i  # and none of those after it, which need their parents: another time
+                    kept = i  # and none of those after it, which need their parents: another time
+                    lane.refuse(sequence.keys[i : sequence.published], "busy" if is_busy else "full")
                     break
                 above = parent_of(sequence.keys[i - 1] if _chained(sequence, i, group) else b"", group)
                 moves.append(Move(sequence.blocks[place], slot, key, parent=above))
-                self._storing += 1
+                lane.storing += 1
                 if sequence.windows[group] is not None:
                     dropping.append(sequence.blocks[place])
-        else:
-            sequence.kept = sequence.published
+        sequence.kept[lane.name] = kept
         if moves:
-            if sequence.store_hold is None:
-                sequence.store_hold = StoreHold()
-            sequence.store_hold.stores += 1
-            self._number += 1
-            store = Store(self._number, tuple(moves))
-            self._pool.hold(dropping)
-            self._stores[store.number] = _Storing(store, sequence, sequence.store_hold, dropping)
-            self._orders.append(store)
+            self._order_store(lane, sequence, tuple(moves), dropping)
 
-    def _claim(self, sequence: Sequence, i: int, group: int, key: bytes) -> int | None:
+    def _order_store(self, lane: Lane, sequence: Sequence, moves: tuple[Move, ...], dropping: list[int]) -> None:
+        if sequence.store_hold is None:
+            sequence.store_hold = StoreHold()
+        sequence.store_hold.stores += 1
+        self._number += 1
+        store = Store(self._number, lane.name, moves)
+        self._pool.hold(dropping)
+        self._stores[store.number] = _Storing(store, lane, sequence, sequence.store_hold, dropping)
+        self._orders.append(store)
+
+    def _claim(self, lane: Lane, sequence: Sequence, i: int, group: int, key: bytes) -> int | None:
         """A slot for a block; None when there is none now."""
         parent = sequence.keys[i - 1] if _chained(sequence, i, group) else None
-        return self.tier.claim(key, parent, told=not group)
-
-    def _room_for_stores(self, groups: int) -> int:
-        """Blocks that may be on their way to the tier at once, where so many have the same tokens."""
-        if self._late:
-            return 0
-        if self._block_seconds is None or self._times is None:
-            return self._most_stores
-        tokens = PRIOR * BLOCK_TOKENS
-        compute = self._times.prefill_ms(tokens, 0, budget=tokens) / 1e3 / (PRIOR * groups)
-        ratio = compute / self._seconds_each()
-        if ratio < PAYS:
-            self._forget()
-            return 0
-        return min(self._most_stores, max(1, int(HELD * ratio)))
+        return lane.claim(key, parent, told=not group)
 
     def let_go(self, sequence: Sequence) -> None:
         """It is about to let go of its blocks: those that are being copied are held on."""
@@ -197,25 +240,22 @@ class Offload:
 
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store has ended; without `whole` it failed."""
-        store, sequence, store_hold, dropping = self._stores.pop(number)
+        store, lane, sequence, store_hold, dropping = self._stores.pop(number)
         self._pool.release(dropping)
-        for move in store.moves:
-            self.tier.written(move.key, whole=whole)
-        self._storing -= len(store.moves)
-        self.stored_blocks += len(store.moves) * whole
-        self.failed_stores += not whole
+        lane.written([move.key for move in store.moves], whole=whole)
         store_hold.stores -= 1
         if not store_hold.stores:
             self._pool.release(store_hold.blocks)
         if whole and sequence.store_hold is store_hold:  # it has its blocks: those there was no room for
-            self.keep(sequence)
+            self._keep(lane, sequence)
 
-    # --- from the tier
+    # --- from the tiers
 
     def use(self, sequence: Sequence) -> None:
-        """It was admitted with what it found: that is of use on the tier too, and what is missing there is copied."""
-        keys, groups = sequence.keys, range(sequence.groups)
-        self.tier.use([key_of(key, group) for key in keys[: sequence.published] for group in groups])
+        """It was admitted with what it found: that is of use in the tiers too, and what is missing there is copied."""
+        keys = [key_of(key, group) for key in sequence.keys[: sequence.published] for group in range(sequence.groups)]
+        for lane in self.lanes:
+            lane.tier.use(keys)
         self.keep(sequence)
 
     def begin(self, sequence: Sequence, keys: Items[bytes], chunk: int, room: Callable[[], int]) -> bool:
@@ -226,125 +266,173 @@ class Offload:
             chunk: see `Sequence.missing`.
             room: tells how many blocks there are for it, beside those that others hold.
         """
-        if self._late:  # it may not answer any more, and every load keeps its blocks
-            return False
-        windows, groups = sequence.windows, sequence.groups
-        named = keys_of_all(keys, groups)
+        named = keys_of_all(keys, sequence.groups)
         tables: list[list[int | None]] = [self._pool.match_each(names) for names in named]
-        cached = reach(windows, tables, len(keys))
-        found = [self._anywhere(names, table) for names, table in zip(named, tables, strict=True)]
-        end = reach(windows, found, len(keys))
-        if end == cached:
+        cached = reach(sequence.windows, tables, len(keys))
+        choices = self._choices(sequence, named, tables, cached)
+        if not choices:
             return False
-        seen, wanted = wanted_blocks(sequence, named, tables, end)
-        there = [each.block for each in wanted if each.block is not None]
-        free = len(wanted) - len(there) + sum(map(self._pool.idle, there))
-        if sequence.missing(chunk, Hit(end, [], seen)) + free > room():
+        choice = self._quickest(choices, cached)
+        if choice is None:
+            for lane in choices[-1].moves:
+                lane.forget()
             return False
-        if not self._is_quicker(len(wanted) - len(there), (end - cached) * BLOCK_TOKENS, cached * BLOCK_TOKENS):
-            self._forget()
+        if not self._fits(sequence, choice, chunk, room):
             return False
-        self._order(sequence, wanted)
+        self._order_loads(sequence, choice)
         return True
 
-    def _anywhere(self, keys: Items[bytes], table: Items[int | None]) -> list[int | None]:
-        """What there is of a group's blocks on either tier."""
-        return [self.tier.slot(key) if block is None else block for key, block in zip(keys, table, strict=True)]
+    def _choices(
+        self, sequence: Sequence, named: Items[Items[bytes]], tables: Items[list[int | None]], cached: int
+    ) -> list[_Choice]:
+        """What could be loaded: from the quickest tier alone, from the two quickest, and so on, as far as each of them
+        makes more of it."""
+        choices, end = list[_Choice](), cached
+        homes: list[list[Lane | None]] = [[None] * len(table) for table in tables]
+        found = [list(table) for table in tables]
+        for lane in sorted((lane for lane in self.lanes if lane.is_open), key=lambda lane: lane.seconds_each):
+            for names, home, table in zip(named, homes, found, strict=True):
+                for i, key in enumerate(names):
+                    if table[i] is None and (slot := lane.tier.slot(key)) is not None:
+                        table[i], home[i] = slot, lane
+            longer = reach(sequence.windows, found, len(named[0]))
+            if longer > end:
+                end = longer
+                seen, wanted = wanted_blocks(sequence, named, tables, end)
+                places = [i * sequence.groups + g for i in range(end) for g in range(sequence.groups) if i >= seen[g]]
+                moves: dict[Lane, list[int]] = {}
+                for place, each in enumerate(wanted):
+                    if each.block is None:
+                        i, group = divmod(places[place], sequence.groups)
+                        source = homes[group][i]
+                        assert source is not None
+                        moves.setdefault(source, []).append(place)
+                choices.append(_Choice(end, seen, wanted, moves))
+        return choices
 
-    def _order(self, sequence: Sequence, wanted: list[WantedBlock]) -> None:
+    def _quickest(self, choices: list[_Choice], cached: int) -> _Choice | None:
+        """The longest of which each part is there sooner than it is computed; None where there is none. Without a
+        prediction of computing, all are."""
+        best, end, seconds = None, cached, 0.0
+        for choice in choices:
+            more = self._compute_seconds(end, choice.end)
+            if choice.seconds - seconds < more and choice.seconds < self._compute_seconds(cached, choice.end):
+                best, end, seconds = choice, choice.end, choice.seconds
+        return best
+
+    def _compute_seconds(self, start: int, end: int) -> float:
+        """That computing these blocks of a prompt takes."""
+        if self._times is None:
+            return inf
+        tokens = (end - start) * BLOCK_TOKENS
+        return self._times.prefill_ms(tokens, start * BLOCK_TOKENS, budget=max(tokens, 1)) / 1e3
+
+    def _fits(self, sequence: Sequence, choice: _Choice, chunk: int, room: Callable[[], int]) -> bool:
+        there = [each.block for each in choice.wanted if each.block is not None]
+        free = len(choice.wanted) - len(there) + sum(map(self._pool.idle, there))
+        return sequence.missing(chunk, Hit(choice.end, [], choice.seen)) + free <= room()
+
+    def _order_loads(self, sequence: Sequence, choice: _Choice) -> None:
+        wanted = choice.wanted
         self._pool.hold([each.block for each in wanted if each.block is not None])
         lacking = [each for each in wanted if each.block is None]
-        moves = []
         for each, block in zip(lacking, self._pool.allocate(len(lacking)), strict=True):
-            slot = self.tier.slot(each.key)
-            assert slot is not None
             each.block = block
-            moves.append(Move(block, slot, each.key))
-        self.tier.use([each.key for each in wanted])
-        self.tier.begin_reading([move.key for move in moves])
-        seconds = self._load_seconds(len(moves))
-        self._number += 1
-        self._loads[self._number] = _Loading(sequence, wanted, tuple(moves))
-        self._loading += len(moves)
-        self._orders.append(Load(self._number, tuple(moves), seconds))
+        wait = _Wait(sequence, wanted)
+        for lane in self.lanes:
+            lane.tier.use([each.key for each in wanted])
+        for lane, places in choice.moves.items():
+            self._order_load(lane, wait, [wanted[place] for place in places])
+        self._waits.append(wait)
         sequence.loads += 1
         self.waiting[sequence.id] = sequence
 
+    def _order_load(self, lane: Lane, wait: _Wait, lacking: list[WantedBlock]) -> None:
+        moves = []
+        for each in lacking:
+            slot = lane.tier.slot(each.key)
+            assert slot is not None
+            assert each.block is not None
+            moves.append(Move(each.block, slot, each.key))
+            wait.lacking.add(each.block)
+        lane.tier.begin_reading([move.key for move in moves])
+        self._number += 1
+        load = Load(self._number, lane.name, tuple(moves), lane.load_seconds(len(moves)))
+        self._loads[load.number] = _Loading(load, lane, wait, len(moves) * lane.seconds_each)
+        lane.loading += len(moves)
+        wait.loads.add(load.number)
+        wait.pending.add(load.number)
+        self._orders.append(load)
+
     def loaded(self, number: int, good: int, seconds: float | None = None) -> Sequence | None:
-        """A load has ended. Returns the sequence that waited for it, which is to queue now.
+        """A load has ended. Returns the sequence that waited for it and for no other any longer, which is to queue now.
 
         Args:
             good: of its blocks, from the first on; the next one was not what had been stored, if there is a next one.
             seconds: that it took, without the wait for loads before it; None is not measured.
         """
-        load = self._loads.pop(number)
-        self._late.discard(number)
-        self.loads += 1
-        self.failed_loads += good < len(load.moves)
-        arrived = {move.key for move in load.moves[:good]}
-        self._pool.release(
-            [
-                self._pool.publish(block, each.key, each.parent) if each.key in arrived else block
-                for each, block in zip(load.wanted, load.blocks, strict=True)
-            ]
-        )
-        self.tier.end_reading([move.key for move in load.moves])
-        if good < len(load.moves):
-            self.tier.spoil(load.moves[good].key)
-        self._loading -= len(load.moves)
-        self.loaded_blocks += good
-        if seconds and good:
-            self._forget()
-            blocks, before = self._measured
-            self._measured = blocks + good, before + seconds
-        if load.sequence is not None:
-            del self.waiting[load.sequence.id]
-            load.sequence.loaded += good * BLOCK_TOKENS // load.sequence.groups
-        return load.sequence
+        load, lane, wait, expected = self._loads.pop(number)
+        lane.loaded(number, [move.key for move in load.moves], good, expected, seconds)
+        wait.lacking.difference_update([move.block for move in load.moves[:good]])
+        wait.loads.remove(number)
+        if wait.sequence is not None:
+            loaded = wait.sequence.loaded
+            loaded[lane.name] = loaded.get(lane.name, 0) + good * BLOCK_TOKENS // wait.sequence.groups
+        return self._over(number, wait)
+
+    def hit(self, sequence: Sequence, cached: int) -> int:
+        """So many of its tokens were found. Returns how many of them since they had been loaded."""
+        rest = cached
+        for tier, tokens in sequence.loaded.items():
+            found = min(tokens, rest)
+            self._lane[tier].hit_tokens += found
+            rest -= found
+        return cached - rest
 
     def give_up(self, number: int) -> Sequence | None:
-        """A load takes too long: the waiting sequence, which is returned, computes instead."""
-        load = self._loads.get(number)
-        if load is None or load.sequence is None:
+        """A load takes too long: nothing else begins on its lane until it ends. Returns the sequence that waited for it
+        and for no other any longer, and computes instead."""
+        loading = self._loads.get(number)
+        if loading is None or number in loading.lane.late:
             return None
-        load.sequence.loads = MOST_LOADS
-        self._late.add(number)
-        self.late_loads += 1
-        return self.stop_waiting(load.sequence.id)
+        loading.lane.late.add(number)
+        if loading.wait.sequence is None:
+            return None
+        loading.lane.late_loads += 1
+        loading.wait.sequence.loads = MOST_LOADS
+        return self._over(number, loading.wait)
 
-    def stop_waiting(self, request_id: str) -> Sequence | None:
-        """The sequence stops waiting, and is returned if it did. Its load continues."""
-        sequence = self.waiting.pop(request_id, None)
-        for load in self._loads.values() if sequence is not None else ():
-            if load.sequence is sequence:
-                load.sequence = None
+    def _over(self, number: int, wait: _Wait) -> Sequence | None:
+        """A load has ended, or is not waited for any longer."""
+        wait.pending.discard(number)
+        sequence = None
+        if not wait.pending:
+            self._publish(wait)
+            sequence, wait.sequence = wait.sequence, None
+            if sequence is not None:
+                del self.waiting[sequence.id]
+        if not wait.loads:
+            self._waits.remove(wait)
+            self._pool.release(wait.blocks)
         return sequence
 
-    def _is_quicker(self, blocks: int, tokens: int, cached: int) -> bool:
-        """Whether so many blocks are loaded sooner than so many tokens are computed. Without a prediction of computing,
-        they are."""
-        if self._times is None:
-            return True
-        compute = self._times.prefill_ms(tokens, cached, budget=max(tokens, 1)) / 1e3
-        return self._load_seconds(blocks) < compute
+    def _publish(self, wait: _Wait) -> None:
+        """Have what has arrived found, up to the first block that has not: what comes after that is found behind it."""
+        came = []
+        while wait.found < len(wait.wanted) and (each := wait.wanted[wait.found]).block not in wait.lacking:
+            assert each.block is not None
+            each.block = self._pool.publish(each.block, each.key, each.parent)
+            came.append(each.key)
+            wait.found += 1
+        self.came(came)
 
-    def _load_seconds(self, blocks: int) -> float:
-        """Expected, behind the loads that are under way."""
-        return (blocks + self._loading) * self._seconds_each()
-
-    def _seconds_each(self) -> float:
-        """That loading a block takes; 0 when nothing is known."""
-        loaded, seconds = self._measured
-        if self._times is not None:
-            # small loads say little of large ones: each has to be ordered, and reported
-            prior = self._block_seconds or self._times.load_blocks_ms(1) / 1e3
-            loaded, seconds = loaded + PRIOR, seconds + PRIOR * prior
-        return seconds / loaded if loaded else 0.0
-
-    def _forget(self) -> None:
-        """Decay the measurement, so that a tier that was slow is tried again."""
-        blocks, seconds = self._measured
-        self._measured = KEPT * blocks, KEPT * seconds
+    def stop_waiting(self, request_id: str) -> Sequence | None:
+        """The sequence stops waiting, and is returned if it did. Its loads continue."""
+        sequence = self.waiting.pop(request_id, None)
+        for wait in self._waits if sequence is not None else ():
+            if wait.sequence is sequence:
+                wait.sequence = None
+        return sequence
 
     # --- checks
 
@@ -352,27 +440,34 @@ class Offload:
         """How often each block is held, for loads and for stores whose sequences have let go."""
         stores = self._stores.values()
         holds = {id(each.store_hold): each.store_hold.blocks for each in stores}
-        held = [*(load.blocks for load in self._loads.values()), *(each.dropping for each in stores), *holds.values()]
+        held = [*(wait.blocks for wait in self._waits), *(each.dropping for each in stores), *holds.values()]
         return Counter(block for blocks in held for block in blocks)
 
     def counts(self) -> Mapping[str, int]:
         """For whoever inspects the engine."""
         return {
-            "tier_slots": self.tier.num_slots,
-            "tier_used": self.tier.used,
+            "tier_slots": sum(lane.tier.num_slots for lane in self.lanes),
+            "tier_used": sum(lane.tier.used for lane in self.lanes),
             "stores_under_way": len(self._stores),
             "loads_under_way": len(self._loads),
         }
 
     def check(self) -> None:
-        """Raise AssertionError unless what is under way is what is held for it."""
-        self.tier.check()
+        """Raise AssertionError unless what is under way is what is held for it, and each lane knows what is not below
+        the device."""
+        on_device = self._pool.keys()
         stores = Counter(id(each.store_hold) for each in self._stores.values())
         assert all(each.store_hold.stores == stores[id(each.store_hold)] for each in self._stores.values())
-        assert self._storing == sum(len(each.store.moves) for each in self._stores.values())
-        assert self._loading == sum(len(load.moves) for load in self._loads.values())
-        assert self._late <= self._loads.keys()
-        waiting = [load.sequence for load in self._loads.values() if load.sequence is not None]
+        for lane in self.lanes:
+            lane.check(on_device)
+            assert lane.storing == sum(len(each.store.moves) for each in self._stores.values() if each.lane is lane)
+            assert lane.loading == sum(len(each.load.moves) for each in self._loads.values() if each.lane is lane)
+            assert lane.late <= {number for number, each in self._loads.items() if each.lane is lane}
+        assert sum(len(wait.loads) for wait in self._waits) == len(self._loads)
+        for wait in self._waits:
+            assert wait.loads
+            assert wait.pending <= wait.loads <= self._loads.keys()
+        waiting = [wait.sequence for wait in self._waits if wait.sequence is not None]
         assert waiting == list(self.waiting.values())
         assert not any(sequence.blocks for sequence in waiting)
 

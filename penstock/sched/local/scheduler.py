@@ -100,7 +100,7 @@ class Scheduler:
     Args:
         root: parent of every first block's prefix key; equal for instances that may exchange blocks.
         policy: a new one; first come, first served by default.
-        offload: this pool's; None without a tier below the device. With one, `stored`, `loaded` and `give_up` may come
+        offload: this pool's; None without tiers below the device. With some, `stored`, `loaded` and `give_up` may come
             whenever `add` may.
         speculation: a new one; None computes no drafts.
         windows: of the model's groups of layers (`kv.groups`). Blocks that left them are given back.
@@ -282,7 +282,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         return True
 
-    # --- coming from a tier below the device
+    # --- coming from tiers below the device
 
     def _load(self, sequence: Sequence, before: Iterable[Sequence] = ()) -> bool:
         """Whether it waits for blocks from now on. Those `before` it come first."""
@@ -802,8 +802,10 @@ class Scheduler:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += cached
-            loaded = min(sequence.loaded, cached)
-            self.counters.prefix_loads += loaded
+            loaded = 0
+            if sequence.loaded and self.offload is not None:
+                loaded = self.offload.hit(sequence, cached)
+                self.counters.prefix_loads += loaded
             self.counters.prefix_fetches += min(sequence.fetched, cached - loaded)
         self._grant(builder, sequence, count)
         if allowance.bounded:
@@ -827,6 +829,7 @@ class Scheduler:
         self._running.remove(victim)
         self._let_go(victim)
         victim.restart()
+        victim.gave_way = True
         self._enqueue(victim)
         self.counters.preemptions += 1
 

@@ -79,9 +79,11 @@ class Sequence:
         moving: it is being handed over while it decodes: until that has ended nothing of it is given back.
         handoffs: how many were begun, here and before: it numbers their leases.
         transferring: place in `blocks` -> block, of those that are being sent there.
-        kept: how many leading blocks of each group were looked at for a copy below the device (`sched.local.offload`).
+        kept: tier below the device -> how many leading blocks of each group were looked at for a copy there
+            (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
-        loads: how often it waited for copies; `loaded`: tokens that they brought.
+        gave_way: it was preempted.
+        loads: how often it waited for copies; `loaded`: tier -> tokens that they brought.
         fetched: tokens that were brought from a peer, or from what a failed one has left.
         entered: totals of the engine's steps and prompt tokens when it came.
         lacking: how long it was the next to be admitted and there was no room, in seconds; `lacks`: since when.
@@ -99,6 +101,7 @@ class Sequence:
         "entered",
         "fetched",
         "first",
+        "gave_way",
         "groups",
         "handoffs",
         "in_flight",
@@ -167,7 +170,10 @@ class Sequence:
         self.moving = False
         self.handoffs = 0
         self.transferring: dict[int, int] = {}
-        self.kept = self.loads = self.loaded = self.fetched = 0
+        self.kept: dict[str, int] = {}
+        self.gave_way = False
+        self.loads, self.loaded = 0, dict[str, int]()
+        self.fetched = 0
         self.store_hold: StoreHold | None = None
         self.entered = (0, 0)
         self.lacking = 0.0
@@ -280,7 +286,8 @@ class Sequence:
 
     def restart(self) -> None:
         """Reset it after preemption: it holds no blocks."""
-        self.computed = self.published = self.kept = 0
+        self.computed = self.published = 0
+        self.kept.clear()
         self.pooled = []
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []
