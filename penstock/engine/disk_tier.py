@@ -1,11 +1,11 @@
 """Copies of KV blocks on a disk, below a cache in the host's memory (`engine.mover`). They outlive the engine.
 
-    DIR/LAYOUT/N/blocks   slots of one block each
-    DIR/LAYOUT/N/index    a record for each slot: what lies there, and its checksum
+    blocks   slots of one block each
+    index    a record for each slot: what lies there, and its checksum
 
-LAYOUT names everything that two engines must have in common to use each other's blocks: another model, quantisation,
-version or processor has another folder, and never opens this one. N is a number from 0 on: each engine of several that
-share DIR has a folder to itself as long as it runs.
+These are in a folder of the engine's own, in which only engines like it find anything (`engine.disk_folders`). Where
+ranks share a model, a slot has the parts of all of them, one behind the other. Rank 0 maps the memory of the others, so
+that a copy is whole, or is not, for all of them at once.
 
 Which copy goes is decided block by block (`kv.tier`), so a slot is overwritten where it is: a log that drops its oldest
 segments would drop the beginnings of prompts first, behind which all the rest is found. A slot's record is voided
@@ -17,15 +17,13 @@ the next start, the other when it is loaded.
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import logging
 import mmap
 import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from hashlib import blake2b
@@ -39,12 +37,14 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout
 from penstock.core.version import VERSION
 from penstock.engine.cache import KVCache
+from penstock.engine.disk_folders import LAYOUT_BYTES, Folder, Leftovers
 from penstock.engine.mover import PIECE, Mover
 from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Kept, Tier
 from penstock.nn import native
-from penstock.transfer.files import DIRECT, FAILS, opened, read_all, write_all
+from penstock.transfer.files import DIRECT, FAILS, FULL, opened, read_all, write_all
+from penstock.transfer.memory import PoolMemory
 
 log = logging.getLogger("penstock.engine")
 OPTION, SIZE_OPTION = "disk-cache", "disk-cache-size"
@@ -57,7 +57,6 @@ FIRST, BEHIND, ALONE = range(3)  # a prompt's first block, one behind its parent
 PIECE_BYTES = 32 << 20  # of a push, after which loads may come first
 TRIALS = 4  # reads at the start, of which the best counts
 UNMEASURED = 200e6  # bytes/s of a disk on which nothing could be tried
-MOST_FOLDERS = 1024
 
 
 class DiskTier(NamedTuple):
@@ -119,10 +118,12 @@ class DiskSlots:
 
     Args:
         cache: whose blocks are copied; in the host's memory.
-        directory: DIR, above.
+        directory: in which its folder is.
         weights: tells those of the layout's `model` from what the same files had in them at another time.
+        others: the other ranks' parts of the same blocks, of the same layout; owned, and closed at the end.
 
     Attributes:
+        block_bytes: of all parts.
         folder: of this engine alone.
         block_seconds: that reading a block took at the start.
 
@@ -130,16 +131,25 @@ class DiskSlots:
         OSError: the directory cannot be used.
     """
 
-    def __init__(self, cache: KVCache, directory: Path, num_slots: int, weights: str = "") -> None:
+    def __init__(
+        self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
+    ) -> None:
         assert cache.slots.is_cpu
-        self.block_bytes = size = cache.layout.block_bytes
+        self._part_bytes, parts = cache.layout.block_bytes, 1 + len(others)
+        self.block_bytes = size = self._part_bytes * parts
         self._cache: KVCache | None = cache
+        self._others = others
         self._num_slots = num_slots
         self._buffer = mmap.mmap(-1, size)
         self._held = -1  # the slot whose content is there
+        self._gathered = mmap.mmap(-1, mmap.PAGESIZE)  # blocks whose parts lie apart
         with ExitStack() as stack:
-            self.folder, lock = _own_folder(directory / _name(cache.layout, weights))
-            stack.callback(os.close, lock)
+            for memory in others:
+                stack.callback(memory.close)
+            folder = Folder(directory / _name(cache.layout, weights, parts))
+            stack.callback(folder.close)
+            self.folder = folder.path
+            self._leftovers = Leftovers(directory, self.folder, num_slots * size)
             self.block_seconds, direct = self._tried(self.folder / "trial")
             self._fd = opened(self.folder / "blocks", direct)
             stack.callback(os.close, self._fd)
@@ -178,12 +188,21 @@ class DiskSlots:
         return time.perf_counter() - began
 
     def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
-        contents = [self._block(move.block) for move in moves]
+        contents = self._contents(moves)
         self._held = -1
+        self._leftovers.trim()
         for move, content in zip(moves, contents, strict=True):
             self._index.void(move.slot)
-            write_all(self._fd, content, self._place(move.slot))
+            self._write(content, self._place(move.slot))
         return contents
+
+    def _write(self, content: memoryview, place: int) -> None:
+        while True:
+            try:
+                return write_all(self._fd, content, place)
+            except OSError as error:
+                if error.errno not in FULL or not self._leftovers.give_way():
+                    raise
 
     def write(self, move: Move, checksum: int) -> None:
         self._index.write(move, checksum)
@@ -193,7 +212,8 @@ class DiskSlots:
         for move in moves:  # whose contents were just looked at, one by one
             if self._held != move.slot:
                 self.content(move.slot)
-            self._block(move.block)[:] = self._buffer
+            for piece, part in self._pieces(memoryview(self._buffer), move.block):
+                part[:] = piece
             number += 1
         return number
 
@@ -217,27 +237,44 @@ class DiskSlots:
         self._cache = None
         self._open.close()
 
-    def _block(self, block: int) -> memoryview:
-        """A block's bytes, in place."""
+    def _contents(self, moves: Sequence[Move]) -> list[memoryview]:
+        """The bytes of each block, in place where they are in one."""
+        if not self._others:
+            return [part for move in moves for _, part in self._pieces(memoryview(b""), move.block)]
+        if len(self._gathered) < len(moves) * self.block_bytes:
+            self._gathered = mmap.mmap(-1, len(moves) * self.block_bytes)
+        contents = []
+        for i, move in enumerate(moves):
+            contents.append(memoryview(self._gathered)[i * self.block_bytes : (i + 1) * self.block_bytes])
+            for piece, part in self._pieces(contents[-1], move.block):
+                piece[:] = part
+        return contents
+
+    def _pieces(self, content: memoryview, block: int) -> Iterator[tuple[memoryview, memoryview]]:
+        """Of each part of a block, its bytes among all of them, and in place."""
         assert self._cache is not None
         assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
-        address = self._cache.slots.data_ptr() + block * self.block_bytes
-        return memoryview((ctypes.c_ubyte * self.block_bytes).from_address(address)).cast("B")
+        size = self._part_bytes
+        for i, address in enumerate((self._cache.slots.data_ptr(), *(memory.address for memory in self._others))):
+            part = (ctypes.c_ubyte * size).from_address(address + block * size)
+            yield content[i * size : (i + 1) * size], memoryview(part).cast("B")
 
     def _place(self, slot: int) -> int:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         return slot * self.block_bytes
 
 
-def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str = "") -> DiskTier | None:
+def open_disk_tier(
+    cache: KVCache, directory: str, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
+) -> DiskTier | None:
     """Open the tier below a cache, with so many slots and what an engine before this one has left in them. None when
     the disk fails: then all is computed. Raises ConfigError when the directory cannot be used.
 
     Args:
-        weights: see `DiskSlots`.
+        weights, others: see `DiskSlots`.
     """
     try:
-        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights)
+        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights, others)
     except (OSError, RuntimeError) as error:  # as where there is no such user
         reason = getattr(error, "strerror", None) or str(error)
         if getattr(error, "errno", None) in FAILS:
@@ -261,13 +298,12 @@ def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str 
     return DiskTier(Mover(slots, journal=slots, piece=piece), tier, slots.block_seconds)
 
 
-def check_disk_tier(directory: str | None, size: int | None, device: torch.device, ranks: int) -> None:
+def check_disk_tier(directory: str | None, size: int | None, device: torch.device) -> None:
     """Raise ConfigError when there is no such tier below what was asked for.
 
     Args:
         directory: None asks for none.
         size: bytes; None is the default.
-        ranks: that the model is spread over.
     """
     if directory is None:
         if size is not None:
@@ -275,29 +311,9 @@ def check_disk_tier(directory: str | None, size: int | None, device: torch.devic
         return
     if device.type != "cpu":
         raise ConfigError(f"{OPTION}: {directory!r}, not supported yet on {device.type}, allowed on a CPU", OPTION)
-    if ranks > 1:
-        raise ConfigError(
-            f"{OPTION}: {directory!r}, not supported yet with tensor-parallel-size {ranks}, allowed with 1", OPTION
-        )
 
 
-def _name(layout: KVLayout, weights: str) -> str:
+def _name(layout: KVLayout, weights: str, ranks: int) -> str:
     """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
-    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), weights, sorted(asdict(layout).items()))
-    return blake2b(repr(parts).encode(), digest_size=8, person=b"penstock.disk").hexdigest()
-
-
-def _own_folder(parent: Path) -> tuple[Path, int]:
-    """The first one that no other engine has, and its lock, a file to be closed at the end. Raises OSError."""
-    for number in range(MOST_FOLDERS):
-        folder = parent / str(number)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
-        lock = opened(folder / "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return folder, lock
-        except BaseException as error:
-            os.close(lock)
-            if not isinstance(error, BlockingIOError):
-                raise
-    raise OSError(errno.EBUSY, f"{MOST_FOLDERS} engines use it")
+    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), weights, ranks, sorted(asdict(layout).items()))
+    return blake2b(repr(parts).encode(), digest_size=LAYOUT_BYTES, person=b"penstock.disk").hexdigest()
