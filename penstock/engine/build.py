@@ -118,7 +118,7 @@ def build_engine(
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
-    others = _start_ranks(options, device, open_pool)
+    others = _start_ranks(options, device, open_pool, peers)
     try:
         return _build(options, clock, open_pool, promised, speculation, others, progress, peers)
     except BaseException as error:
@@ -217,7 +217,9 @@ def _build(
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory)
 
 
-def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPool) -> RankProcesses | None:
+def _start_ranks(
+    options: EngineOptions, device: torch.device, open_pool: OpenPool, peers: WeightManager | None
+) -> RankProcesses | None:
     """All but this one, which load their shards meanwhile; None where there are no others. Raises ConfigError."""
     size = options.tensor_parallel_size
     if size == 1:
@@ -240,7 +242,7 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
 
     threads = max(1, torch.get_num_threads() // size)
     native.set_threads(threads)
-    return RankProcesses(options, device, threads)
+    return RankProcesses(options, device, threads, peers)
 
 
 def _disk_blocks(options: EngineOptions, layout: KVLayout) -> int:

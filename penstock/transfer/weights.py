@@ -19,7 +19,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -68,12 +68,10 @@ class Given(Protocol):
     """Weights that an engine gives.
 
     Attributes:
-        key: see `AskWeights`.
         fd: of a file in which they are.
         start: where they begin in it.
     """
 
-    key: str
     fd: int
     start: int
 
@@ -100,18 +98,24 @@ class WeightServer:
 
     Args:
         addresses: "unix:/path" and "tcp:host:port" to listen at.
+        given: key, see `AskWeights`, -> what is given of it; looked at anew whenever somebody asks.
         secret: the deployment's secret; None where every peer that reaches an address is trusted.
 
     Attributes:
-        given: what is given now; None without weights.
         addresses: with port 0 resolved.
 
     Raises:
         ConfigError: an address cannot be had.
     """
 
-    def __init__(self, addresses: Sequence[str], secret: str | None = None, tls: TLS | None = None) -> None:
-        self.given: Given | None = None
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        given: Mapping[str, Given],
+        secret: str | None = None,
+        tls: TLS | None = None,
+    ) -> None:
+        self._given = given
         self.addresses: list[str] = []
         self._key, self._tls = key_of(secret), tls
         self._selector = selectors.DefaultSelector()
@@ -196,11 +200,10 @@ class WeightServer:
             ask = _hear(link, handshake)
             if not isinstance(ask, AskWeights):
                 raise ValueError(f"somebody said {type(ask).__name__} out of turn")
-            given = self.given
-            if why := _objection(ask, given):
-                _say(link, handshake.seal(NoWeights(why), 0))
+            given = self._given.get(ask.key)
+            if ask.protocol != PROTOCOL or given is None:
+                _say(link, handshake.seal(NoWeights(self._objection(ask)), 0))
                 return
-            assert given is not None
             description = given.describe()
             _say(link, handshake.seal(description, 0))
             if ask.to_map:
@@ -212,6 +215,11 @@ class WeightServer:
             if not isinstance(going, SendFrom) or not 0 <= going.first <= len(description.digests):
                 raise ValueError("somebody asked for blocks that there are not")
             _send(link, given.fd, given.start + going.first * BLOCK, given.start + description.bytes)
+
+    def _objection(self, ask: AskWeights) -> str:
+        if ask.protocol != PROTOCOL:
+            return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
+        return "its weights are others" if self._given else "it has no weights to give now"
 
     @contextlib.contextmanager
     def _ended_by_close(self, link: Link) -> Iterator[None]:
@@ -225,14 +233,6 @@ class WeightServer:
             with self._lock:
                 del self._links[link]
             link.close()
-
-
-def _objection(ask: AskWeights, given: Given | None) -> str:
-    if ask.protocol != PROTOCOL:
-        return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
-    if given is None:
-        return "it has no weights to give now"
-    return "" if given.key == ask.key else "its weights are others"
 
 
 def _send(link: Link, fd: int, start: int, stop: int) -> None:

@@ -5,8 +5,10 @@ import gc
 import json
 import logging
 import os
+import re
 import socket
 import threading
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 from penstock.core.clock import SystemClock
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.wire.rank import WeightSources
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.weights import Neighbours, Source, WeightManager
 from penstock.nn import native
@@ -289,7 +292,7 @@ def test_whoever_closes_waits_for_no_digests_and_leaves_no_thread(checkpoint, mo
     monkeypatch.setattr(wire, "xxh3_64_intdigest", slowly)
     manager = WeightManager([])
     manager.give(load(checkpoint, CPU, peers=manager).image)
-    offer = manager._offer
+    (offer,) = manager._offers.values()
     assert asked.wait(20)
     closing = threading.Thread(target=manager.close)
     closing.start()
@@ -322,6 +325,65 @@ def test_an_engine_gives_its_weights_until_it_sleeps_without_them(checkpoint, tm
     assert Collector(built.engine).run(make_request("a", [1, 2, 3])) == tokens
     for closed in (built, other, first, second):
         closed.close()
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(wire, "BLOCK", 8 << 20)  # as in the ranks' own processes
+    caplog.set_level(logging.INFO, "penstock")
+    options = EngineOptions(
+        model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False, tensor_parallel_size=2
+    )
+    folder, empty, givers = tmp_path / "host", tmp_path / "other", tmp_path / "givers"
+    folder.mkdir()
+    empty.mkdir()
+
+    with contextlib.ExitStack() as stack:
+
+        def start(own, told):
+            manager = WeightManager.of(told, [f"unix:{own}", "tcp:127.0.0.1:0"])
+            stack.callback(manager.close)
+            built = build_engine(options, SystemClock(), peers=manager)
+            stack.callback(built.close)
+            tokens = Collector(built.engine).run(make_request("a", [1, 2, 3]))
+            return built, manager, manager.serve(None), tokens
+
+        def sources():
+            found = re.findall(r"weights are there after \S+ s, from (.*)", caplog.text)
+            caplog.clear()
+            return found
+
+        def told(own, **more):
+            return WeightSources(f"unix:{own}", str(own.parent), **more)
+
+        own = folder / "first.weights"
+        first, manager, there, tokens = start(own, told(own))
+        assert sources() == ["checkpoint", "checkpoint"]
+        whole = build_engine(replace(options, tensor_parallel_size=1), SystemClock())
+        stack.callback(whole.close)
+        assert Collector(whole.engine).run(make_request("a", [1, 2, 3])) == tokens
+        caplog.clear()
+
+        other = folder / "second.weights"
+        _, _, _, again = start(other, told(other))
+        assert (sources(), again) == (["map first", "map first"], tokens)
+
+        far = empty / "third.weights"
+        givers.write_text(json.dumps({"first": there}))
+        third, _, _, again = start(far, told(far, givers=str(givers), secret=None))
+        assert (sources(), again) == (["tcp first", "tcp first"], tokens)
+
+        third.memory.sleep(2)
+        third.memory.wake_up(("weights", "kv_cache"))
+        assert sources() == ["tcp first", "tcp first"]
+        assert Collector(third.engine).run(make_request("b", [1, 2, 3]))["b"] == tokens["a"]
+
+        keys = list(manager._offers)
+        assert len(keys) == 2
+        first.memory.sleep(2)
+        for key in keys:
+            with pytest.raises(Unavailable, match="no weights to give now"):
+                ask_to_map(f"unix:{own}", key)
 
 
 def test_an_address_that_cannot_be_had(tmp_path):
