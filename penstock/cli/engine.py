@@ -155,15 +155,16 @@ def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager 
     place = settings.get("weights")
     if place is None:
         return None
-    from penstock.engine.weights import Neighbours, WeightManager
+    from penstock.core.wire.rank import WeightSources
+    from penstock.engine.weights import WeightManager
 
-    own, folder, public = place["address"], Path(place["folder"]), place["public"]
+    own, folder, public = place["address"], place["folder"], place["public"]
     if public is None:
-        manager = WeightManager([own], Neighbours(own, folder))
+        manager = WeightManager.of(WeightSources(own, folder), [own])
     else:
-        neighbours = Neighbours(own, folder, Path(public["givers"]), GIVERS_WITHIN if public["joins"] else 0.0)
-        secret = os.environ.get("PENSTOCK_CLUSTER_SECRET")
-        manager = WeightManager([own, public["address"]], neighbours, secret, public["tls"])
+        within, secret = GIVERS_WITHIN if public["joins"] else 0.0, os.environ.get("PENSTOCK_CLUSTER_SECRET")
+        told = WeightSources(own, folder, public["givers"], within, secret, public["tls"])
+        manager = WeightManager.of(told, [own, public["address"]])
     stack.callback(manager.close)
     return manager
 

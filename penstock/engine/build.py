@@ -121,7 +121,7 @@ def build_engine(
     if options.disk_cache is not None and options.tensor_parallel_size > 1 and options.kv_address_mode == "auto":
         # a rank with virtual ranges may still clear blocks when rank 0 has ended the step, and loads others into them
         options = replace(options, kv_address_mode="table")
-    others = _start_ranks(options, device, open_pool)
+    others = _start_ranks(options, device, open_pool, peers)
     try:
         return _build(options, clock, open_pool, promised, speculation, others, progress, peers)
     except BaseException as error:
@@ -223,7 +223,9 @@ def _build(
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory)
 
 
-def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPool) -> RankProcesses | None:
+def _start_ranks(
+    options: EngineOptions, device: torch.device, open_pool: OpenPool, peers: WeightManager | None
+) -> RankProcesses | None:
     """All but this one, which load their shards meanwhile; None where there are no others. Raises ConfigError."""
     size = options.tensor_parallel_size
     if size == 1:
@@ -246,7 +248,7 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
 
     threads = max(1, torch.get_num_threads() // size)
     native.set_threads(threads)
-    return RankProcesses(options, device, threads)
+    return RankProcesses(options, device, threads, peers)
 
 
 def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:

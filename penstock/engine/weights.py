@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor
 
 from penstock.core.device import DeviceModel
 from penstock.core.errors import Unavailable
-from penstock.core.wire.weights import Weights
+from penstock.core.wire.codec import encode
+from penstock.core.wire.rank import Gives, WeightSources
+from penstock.core.wire.weights import Weights, decode_weight_message
 from penstock.nn import native
 from penstock.nn.image import Image, mapped
 from penstock.transfer.tls import TLS
@@ -71,7 +76,7 @@ class Offer:
     """An image, as `transfer.weights.Given`."""
 
     def __init__(self, image: Image, device: DeviceModel | None) -> None:
-        self.key, self.fd, self.start, self.image = image.key, image.fd, image.start, image
+        self.fd, self.start, self.image = image.fd, image.start, image
         self.device = device
         self._known, self._closed = threading.Event(), threading.Event()
         self._learning: threading.Thread | None = None
@@ -97,14 +102,7 @@ class Offer:
         """Raises EOFError."""
         if not self._known.wait(DIGESTS) or not self.image.digests:
             raise EOFError("their digests are not known yet")
-        return Weights(
-            weights=dict(self.image.weights),
-            bytes=self.image.bytes,
-            start=self.start,
-            digests=list(self.image.digests),
-            device=self.device,
-            threads=native.threads(),
-        )
+        return structs.replace(_described(self.image), device=self.device, threads=native.threads())
 
 
 class WeightManager:
@@ -115,9 +113,11 @@ class WeightManager:
         sources: in the order in which they are asked; looked at anew each time.
         secret: of the deployment.
         tls: arguments of `TLS`; None without.
+        pass_on: takes what is to be given, for another process to give it; None where this one does.
 
     Attributes:
         device: what an engine of this host has measured that it got its weights from, with as many threads.
+        told: what it was made of by `of`; the other ranks of its engine make theirs of that.
 
     Raises:
         ConfigError: certificates that cannot be used.
@@ -129,12 +129,26 @@ class WeightManager:
         sources: Iterable[Source] = (),
         secret: str | None = None,
         tls: Mapping[str, Any] | None = None,
+        pass_on: Callable[[Image], None] | None = None,
     ) -> None:
         self.device: DeviceModel | None = None
+        self.told: WeightSources | None = None
+        self._pass_on = pass_on
         self._addresses, self._sources, self._secret = addresses, sources, secret
         self._tls = None if tls is None else TLS(**tls)
         self._server: WeightServer | None = None
-        self._offer: Offer | None = None
+        self._offers: dict[str, Offer] = {}
+
+    @classmethod
+    def of(
+        cls, told: WeightSources, addresses: Sequence[str] = (), pass_on: Callable[[Image], None] | None = None
+    ) -> WeightManager:
+        """Raises ConfigError as the class does."""
+        givers = None if told.givers is None else Path(told.givers)
+        neighbours = Neighbours(told.own, Path(told.folder), givers, told.within)
+        manager = cls(addresses, neighbours, told.secret, told.tls, pass_on)
+        manager.told = told
+        return manager
 
     # --- to get
 
@@ -170,12 +184,14 @@ class WeightManager:
     # --- to give
 
     def give(self, image: Image | None) -> None:
-        """What is given from now on; None is nothing."""
-        if self._offer is not None:
-            self._offer.close()
-        self._offer = None if image is None else Offer(image, self.device)
-        if self._server is not None:
-            self._server.given = self._offer
+        """Give this from now on, beside what has other keys; None ends all giving. From any thread."""
+        if image is None:
+            while self._offers:
+                self._offers.popitem()[1].close()
+        elif self._pass_on is not None:
+            self._pass_on(image)
+        else:
+            self._offers[image.key] = Offer(image, self.device)
 
     def serve(self, device: DeviceModel | None) -> str:
         """Begin to give. Returns the address for other hosts, "" without one. Raises ConfigError.
@@ -184,10 +200,9 @@ class WeightManager:
             device: what was measured.
         """
         self.device = device
-        if self._offer is not None:
-            self._offer.device = device
-        self._server = WeightServer(self._addresses, self._secret, self._tls)
-        self._server.given = self._offer
+        for offer in self._offers.values():
+            offer.device = device
+        self._server = WeightServer(self._addresses, self._offers, self._secret, self._tls)
         return next((address for address in self._server.addresses if address.startswith("tcp:")), "")
 
     def close(self) -> None:
@@ -196,8 +211,28 @@ class WeightManager:
         self.give(None)
 
 
-def _image(key: str, weights: Weights, fd: int, start: int, giver: str) -> Image:
-    image = Image(key, weights.weights, fd, start, mapped(fd, start, weights.bytes))
+def pass_to_rank_0(link: socket.socket, image: Image) -> None:
+    """A rank's weights, for rank 0 to give them beside its own. Raises OSError."""
+    with os.fdopen(os.memfd_create("penstock-weights", os.MFD_CLOEXEC), "wb") as file:
+        file.write(encode(_described(image)))
+        file.flush()
+        socket.send_fds(link, [encode(Gives(image.key))], [image.fd, file.fileno()])
+
+
+def passed(key: str, fd: int, described: int) -> Image:
+    """What came with a `Gives`; its file descriptors are the image's, or closed. Raises OSError."""
+    with os.fdopen(described, "rb") as file:
+        file.seek(0)
+        weights = decode_weight_message(file.read())
+    return _image(key, weights, fd, weights.start, "", present=False)
+
+
+def _described(image: Image) -> Weights:
+    return Weights(dict(image.weights), image.bytes, image.start, list(image.digests))
+
+
+def _image(key: str, weights: Weights, fd: int, start: int, giver: str, *, present: bool = True) -> Image:
+    image = Image(key, weights.weights, fd, start, mapped(fd, start, weights.bytes, present=present))
     image.digests, image.giver = weights.digests, giver
     return image
 

@@ -101,7 +101,8 @@ def load(
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
         load_format: how files are read, one of `reading.LOAD_FORMATS`.
         progress: called with the bytes that are loaded and all that are to be.
-        peers: that may give weights, and be given them, of a whole model on a CPU; None without any.
+        peers: that may give weights, and be given them, of a model on a CPU; None without any. Of a shard it is the
+            same rank of theirs that does.
 
     Raises:
         RankFailed: one of the ranks that load this model together has failed.
@@ -125,23 +126,23 @@ def load(
     if method.kept and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard)
     name, arena = "", None
-    if peers is not None and shard.size == 1 and device.type == "cpu":
-        name, arena = image_key(directory, dtype, method), Arena()
+    if peers is not None and device.type == "cpu":
+        name, arena = image_key(directory, dtype, method, shard), Arena()
     image, source = _find_whole(model, peers if name else None, name, cache, key)
     if not _any_loads(shard, image is not None):
         model.bound_logits()
         return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began))
     if image is None:
         _take_memory(model, device, directory, arena)
+    else:
+        arena = None
     fill(None if image is not None else model, tensors, load_format, device, shard, progress, arena)
     if (after := _states(directory)) != before:
         raise changed(next(path for path, state in after.items() if state != before.get(path)))
     if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
         cache.remember(key, model)  # not if it changed meanwhile
-    if arena is None:
-        model.bound_logits()
-    else:
-        model.bound_logits(take=arena.take)
+    model.bound_logits(take=None if arena is None else arena.take)
+    if arena is not None:
         image = arena.image(name, model)
     return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began))
 
@@ -348,10 +349,11 @@ def file_times(directory: Path) -> str:
     return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
 
 
-def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any]) -> str:
-    """Names the weights of a whole model as they lie in memory, on any host. Raises ConfigError as `identity` does."""
+def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any], shard: Shard = WHOLE) -> str:
+    """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does."""
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
-    digest.update(f"{dtype} {method.name} {layout() if method.kept else sys.byteorder}".encode())
+    form = layout() if method.kept else sys.byteorder
+    digest.update(f"{dtype} {method.name} {form} {shard.rank} {shard.size}".encode())
     return digest.hexdigest()
 
 

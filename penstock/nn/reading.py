@@ -8,6 +8,7 @@ shards out of the same memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -295,6 +296,10 @@ class _Pinned:
                 status = int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0))
             self._pinned = not status
             if status:
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # torch finds the error behind what it starts next, and clears it
+                    torch.zeros(1, device=self._device)
                 log.info("weights go through memory that cannot be pinned (CUDA error %d)", status)
 
     def __exit__(self, *_: object) -> None:

@@ -55,8 +55,8 @@ class Group:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether its weights may come from a running instance, and are given to others."""
-        return self.shares_memory and not self.modelled and bool(self.options["peer_weights"])
+        """Whether its weights may come from a running instance, and are given to others: those in the host's memory."""
+        return kind_of(self.device) == "cpu" and bool(self.options["peer_weights"])
 
     @property
     def needs(self) -> dict[str, float]:

@@ -18,9 +18,8 @@ import selectors
 import socket
 import ssl
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Protocol
 
 import msgspec
@@ -55,9 +54,10 @@ from penstock.transfer.tls import TLS
 log = logging.getLogger("penstock.transfer")
 CONNECT_TIMEOUT = 1.5  # seconds
 PATIENCE = 5.0  # seconds without progress
-AT_ONCE = 16  # who are given weights; more are sent to other sources
-AHEAD = 4  # blocks that have arrived and are not compared yet
-SENT_AT_ONCE = 1 << 20  # bytes under TLS, which are copied
+AT_ONCE = 32  # connections over which weights are given; more are sent to other sources
+# From one source: while what has come over one is compared, or decrypted, the link is the other's.
+CONNECTIONS = 2
+WRITTEN = 256 << 10  # bytes at once that had to be decrypted
 PIPED = 1 << 20  # bytes; what Linux allows everybody
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
@@ -68,12 +68,10 @@ class Given(Protocol):
     """Weights that an engine gives.
 
     Attributes:
-        key: see `AskWeights`.
         fd: of a file in which they are.
         start: where they begin in it.
     """
 
-    key: str
     fd: int
     start: int
 
@@ -100,18 +98,24 @@ class WeightServer:
 
     Args:
         addresses: "unix:/path" and "tcp:host:port" to listen at.
+        given: key, see `AskWeights`, -> what is given of it; looked at anew whenever somebody asks.
         secret: the deployment's secret; None where every peer that reaches an address is trusted.
 
     Attributes:
-        given: what is given now; None without weights.
         addresses: with port 0 resolved.
 
     Raises:
         ConfigError: an address cannot be had.
     """
 
-    def __init__(self, addresses: Sequence[str], secret: str | None = None, tls: TLS | None = None) -> None:
-        self.given: Given | None = None
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        given: Mapping[str, Given],
+        secret: str | None = None,
+        tls: TLS | None = None,
+    ) -> None:
+        self._given = given
         self.addresses: list[str] = []
         self._key, self._tls = key_of(secret), tls
         self._selector = selectors.DefaultSelector()
@@ -196,11 +200,10 @@ class WeightServer:
             ask = _hear(link, handshake)
             if not isinstance(ask, AskWeights):
                 raise ValueError(f"somebody said {type(ask).__name__} out of turn")
-            given = self.given
-            if why := _objection(ask, given):
-                _say(link, handshake.seal(NoWeights(why), 0))
+            given = self._given.get(ask.key)
+            if ask.protocol != PROTOCOL or given is None:
+                _say(link, handshake.seal(NoWeights(self._objection(ask)), 0))
                 return
-            assert given is not None
             description = given.describe()
             _say(link, handshake.seal(description, 0))
             if ask.to_map:
@@ -209,9 +212,15 @@ class WeightServer:
                 socket.send_fds(sock, [b"\0"], [given.fd])
                 return
             going = _hear(link, None)
-            if not isinstance(going, SendFrom) or not 0 <= going.first <= len(description.digests):
+            if not isinstance(going, SendFrom) or going.first < 0 or going.step < 1:
                 raise ValueError("somebody asked for blocks that there are not")
-            _send(link, given.fd, given.start + going.first * BLOCK, given.start + description.bytes)
+            for start, stop in _spans(description, going.first, going.step):
+                _send(link, given.fd, given.start + start, given.start + stop)
+
+    def _objection(self, ask: AskWeights) -> str:
+        if ask.protocol != PROTOCOL:
+            return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
+        return "its weights are others" if self._given else "it has no weights to give now"
 
     @contextlib.contextmanager
     def _ended_by_close(self, link: Link) -> Iterator[None]:
@@ -227,22 +236,19 @@ class WeightServer:
             link.close()
 
 
-def _objection(ask: AskWeights, given: Given | None) -> str:
-    if ask.protocol != PROTOCOL:
-        return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
-    if given is None:
-        return "it has no weights to give now"
-    return "" if given.key == ask.key else "its weights are others"
-
-
 def _send(link: Link, fd: int, start: int, stop: int) -> None:
     if isinstance(link, ssl.SSLSocket):
-        while start < stop and (part := os.pread(fd, min(SENT_AT_ONCE, stop - start), start)):
-            link.sendall(part)
-            start += len(part)
-    elif start < stop:
+        with mmap.mmap(fd, stop - start, mmap.MAP_SHARED | POPULATE, mmap.PROT_READ, offset=start) as block:
+            link.sendall(block)
+    else:
         with open(os.dup(fd), "rb", buffering=0) as file:
             link.sendfile(file, start, stop - start)
+
+
+def _spans(weights: Weights, first: int, step: int) -> Iterator[tuple[int, int]]:
+    """(first byte, end) of a block, and of every `step`-th from there on."""
+    for start in range(first * BLOCK, weights.bytes, step * BLOCK):
+        yield start, min(start + BLOCK, weights.bytes)
 
 
 # --- who wants weights
@@ -319,35 +325,59 @@ class Landing:
         self.weights: Weights | None = None
         self.right = 0
         self.fd = -1
+        self._beyond: set[int] = set()  # blocks that are right, behind one that is not there yet
+        self._lock = threading.Lock()
 
     def pull(self, address: str, key: str, secret: str | None = None, tls: TLS | None = None) -> Weights:
         """Returns when all are there. Raises Unavailable; then another source may go on."""
-        with _asked(address, key, False, secret, tls) as (link, weights), _Pipe() as pipe:
+        with contextlib.ExitStack() as stack:
+            link, weights = stack.enter_context(_asked(address, key, False, secret, tls))
             self._prepare(weights)
-            comparing: deque[Future[int]] = deque()
-            with ThreadPoolExecutor(1, "weight-digests") as pool:
-                _say(link, SendFrom(self.right))
+            links, first = [link], self.right
+            while len(links) < CONNECTIONS:
                 try:
-                    for start in range(self.right * BLOCK, weights.bytes, BLOCK):
-                        stop = min(start + BLOCK, weights.bytes)
-                        if isinstance(link, ssl.SSLSocket):
-                            _write(link, self.fd, start, stop)
-                        else:
-                            pipe.move(link, self.fd, start, stop)
-                        comparing.append(pool.submit(_digest, self.fd, start, stop))
-                        if len(comparing) == AHEAD:
-                            self._compare(comparing, weights)
-                finally:
-                    while comparing:  # what has arrived in full is right even if the source then failed
-                        self._compare(comparing, weights)
+                    link, again = stack.enter_context(_asked(address, key, False, secret, tls))
+                except Unavailable:  # it gives weights to as many as it can
+                    break
+                if again.digests != weights.digests:
+                    raise Unavailable("its weights have just changed")
+                links.append(link)
+            with ThreadPoolExecutor(len(links), "weights-come") as pool:
+                coming = [
+                    pool.submit(self._take, link, weights, SendFrom(first + i, len(links)))
+                    for i, link in enumerate(links)
+                ]
+                done, _ = wait(coming, return_when=FIRST_EXCEPTION)
+                if failed := [each for each in done if each.exception() is not None]:
+                    for link in links:
+                        with contextlib.suppress(OSError):
+                            socket.socket.shutdown(
+                                link, socket.SHUT_RDWR
+                            )  # that of TLS would have the rest read as it is
+                    failed[0].result()
             return weights
 
-    def _compare(self, comparing: deque[Future[int]], weights: Weights) -> None:
+    def _take(self, link: Link, weights: Weights, asked: SendFrom) -> None:
+        """Raises Unavailable, EOFError, OSError."""
+        _say(link, asked)
+        with _Pipe() as pipe:
+            for number, (start, stop) in enumerate(_spans(weights, asked.first, asked.step)):
+                if isinstance(link, ssl.SSLSocket):
+                    _write(link, self.fd, start, stop)
+                else:
+                    pipe.move(link, self.fd, start, stop)
+                self._compare(asked.first + number * asked.step, weights)
+
+    def _compare(self, number: int, weights: Weights) -> None:
         """Raises Unavailable."""
-        if comparing.popleft().result() != weights.digests[self.right]:
-            comparing.clear()
-            raise Unavailable(_corrupt(self.right, weights))
-        self.right += 1
+        (span,) = _spans(weights, number, len(weights.digests))
+        if _digest(self.fd, *span) != weights.digests[number]:
+            raise Unavailable(_corrupt(number, weights))
+        with self._lock:
+            self._beyond.add(number)
+            while self.right in self._beyond:
+                self._beyond.remove(self.right)
+                self.right += 1
 
     def _prepare(self, weights: Weights) -> None:
         if self.weights is None or (self.weights.digests, self.weights.weights) != (weights.digests, weights.weights):
@@ -355,6 +385,7 @@ class Landing:
             self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, weights.bytes)
             self.weights, self.right = weights, 0
+        self._beyond.clear()
 
     def take(self) -> int:
         """The memory's file descriptor, which is the caller's then; nobody can write to it any more."""
@@ -406,12 +437,10 @@ class _Pipe:
 
 def _write(link: Link, fd: int, start: int, stop: int) -> None:
     """What has to pass this process, as under TLS. Raises EOFError, OSError."""
-    buffer = memoryview(bytearray(min(SENT_AT_ONCE, stop - start)))
+    buffer = memoryview(bytearray(min(WRITTEN, stop - start)))  # cheaper than to map new pages, and have them cleared
     while start < stop:
-        count = link.recv_into(buffer[: stop - start])
-        if not count:
-            raise EOFError("it hung up")
-        part = buffer[:count]
+        part = buffer[: stop - start]
+        _fill(link, part)
         while part:
             written = os.pwrite(fd, part, start)
             start, part = start + written, part[written:]

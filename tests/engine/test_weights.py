@@ -5,8 +5,10 @@ import gc
 import json
 import logging
 import os
+import re
 import socket
 import threading
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 from penstock.core.clock import SystemClock
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.wire.rank import WeightSources
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.weights import Neighbours, Source, WeightManager
 from penstock.nn import native
@@ -153,7 +156,9 @@ def test_when_all_sources_fail_the_host_copy_and_then_the_disk(checkpoint, runni
     assert all(same(loaded.model, first.model) for loaded in (copy, again, disk))
 
 
-def test_a_source_that_dies_in_the_middle_leaves_what_was_right(checkpoint, running, monkeypatch, caplog):
+@pytest.mark.parametrize("connections", [1, 2])
+def test_a_source_that_dies_in_the_middle_leaves_what_was_right(checkpoint, running, monkeypatch, caplog, connections):
+    monkeypatch.setattr(wire, "CONNECTIONS", connections)
     first, _, one = running("one", checkpoint)
     _, _, two = running("two", checkpoint)
     eventually(lambda: first.image.digests)
@@ -161,22 +166,24 @@ def test_a_source_that_dies_in_the_middle_leaves_what_was_right(checkpoint, runn
 
     def dying(link, fd, start, stop):
         begun.append(start)
-        if len(begun) == 1:
-            send(link, fd, start, start + 3 * BLOCK + 100)
+        if begun.count(3 * BLOCK) == 1 and start == 3 * BLOCK:
+            send(link, fd, start, start + 100)
             link.close()
-        else:
-            send(link, fd, start, stop)
+            raise EOFError
+        send(link, fd, start, stop)
 
     monkeypatch.setattr(wire, "_send", dying)
     loaded, _, _ = running("new", checkpoint, [one, two])
     assert loaded.image.giver == "two"
     assert same(loaded.model, first.model)
-    assert begun == [0, 3 * BLOCK]
     assert "weights do not come from one, others are asked: it hung up" in caplog.text
+    if connections == 1:
+        assert begun[:5] == [0, BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK]
 
 
 def test_another_sources_other_bytes_are_not_mixed_with_what_was_right(checkpoint, running, monkeypatch):
     """Who has the same key, and does not have the same weights, is believed as a whole or not at all."""
+    monkeypatch.setattr(wire, "CONNECTIONS", 1)
     _, _, one = running("one", checkpoint)
     second, _, two = running("two", checkpoint)
     damage(second)
@@ -185,11 +192,14 @@ def test_another_sources_other_bytes_are_not_mixed_with_what_was_right(checkpoin
 
     def dying(link, fd, start, stop):
         begun.append(start)
-        send(link, fd, start, start + 2 * BLOCK if len(begun) == 1 else stop)
+        if len(begun) == 3:
+            link.close()
+            raise EOFError
+        send(link, fd, start, stop)
 
     monkeypatch.setattr(wire, "_send", dying)
     loaded, _, _ = running("new", checkpoint, [one, two])
-    assert begun == [0, 0]
+    assert begun[:4] == [0, BLOCK, 2 * BLOCK, 0]
     assert same(loaded.model, second.model)
 
 
@@ -237,6 +247,14 @@ def test_engines_of_this_host_are_asked_first_and_then_those_that_the_launcher_h
     assert list(neighbours) == [Source("mate", f"unix:{folder}/mate.weights"), dead, there]
     assert list(Neighbours(f"unix:{folder}/mate.weights", folder)) == []
     assert running("third", checkpoint, neighbours)[0].source == "map"
+
+
+def test_a_source_with_room_for_one_connection_gives_all_over_that(checkpoint, running, monkeypatch):
+    monkeypatch.setattr(wire, "AT_ONCE", 1)
+    first, _, there = running("first", checkpoint)
+    loaded, _, _ = running("new", checkpoint, [there])
+    assert loaded.source == "tcp"
+    assert same(loaded.model, first.model)
 
 
 def test_a_source_that_stands_still_is_left(checkpoint, running, monkeypatch):
@@ -289,7 +307,7 @@ def test_whoever_closes_waits_for_no_digests_and_leaves_no_thread(checkpoint, mo
     monkeypatch.setattr(wire, "xxh3_64_intdigest", slowly)
     manager = WeightManager([])
     manager.give(load(checkpoint, CPU, peers=manager).image)
-    offer = manager._offer
+    (offer,) = manager._offers.values()
     assert asked.wait(20)
     closing = threading.Thread(target=manager.close)
     closing.start()
@@ -322,6 +340,65 @@ def test_an_engine_gives_its_weights_until_it_sleeps_without_them(checkpoint, tm
     assert Collector(built.engine).run(make_request("a", [1, 2, 3])) == tokens
     for closed in (built, other, first, second):
         closed.close()
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(wire, "BLOCK", 8 << 20)  # as in the ranks' own processes
+    caplog.set_level(logging.INFO, "penstock")
+    options = EngineOptions(
+        model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False, tensor_parallel_size=2
+    )
+    folder, empty, givers = tmp_path / "host", tmp_path / "other", tmp_path / "givers"
+    folder.mkdir()
+    empty.mkdir()
+
+    with contextlib.ExitStack() as stack:
+
+        def start(own, told):
+            manager = WeightManager.of(told, [f"unix:{own}", "tcp:127.0.0.1:0"])
+            stack.callback(manager.close)
+            built = build_engine(options, SystemClock(), peers=manager)
+            stack.callback(built.close)
+            tokens = Collector(built.engine).run(make_request("a", [1, 2, 3]))
+            return built, manager, manager.serve(None), tokens
+
+        def sources():
+            found = re.findall(r"weights are there after \S+ s, from (.*)", caplog.text)
+            caplog.clear()
+            return found
+
+        def told(own, **more):
+            return WeightSources(f"unix:{own}", str(own.parent), **more)
+
+        own = folder / "first.weights"
+        first, manager, there, tokens = start(own, told(own))
+        assert sources() == ["checkpoint", "checkpoint"]
+        whole = build_engine(replace(options, tensor_parallel_size=1), SystemClock())
+        stack.callback(whole.close)
+        assert Collector(whole.engine).run(make_request("a", [1, 2, 3])) == tokens
+        caplog.clear()
+
+        other = folder / "second.weights"
+        _, _, _, again = start(other, told(other))
+        assert (sources(), again) == (["map first", "map first"], tokens)
+
+        far = empty / "third.weights"
+        givers.write_text(json.dumps({"first": there}))
+        third, _, _, again = start(far, told(far, givers=str(givers), secret=None))
+        assert (sources(), again) == (["tcp first", "tcp first"], tokens)
+
+        third.memory.sleep(2)
+        third.memory.wake_up(("weights", "kv_cache"))
+        assert sources() == ["tcp first", "tcp first"]
+        assert Collector(third.engine).run(make_request("b", [1, 2, 3]))["b"] == tokens["a"]
+
+        keys = list(manager._offers)
+        assert len(keys) == 2
+        first.memory.sleep(2)
+        for key in keys:
+            with pytest.raises(Unavailable, match="no weights to give now"):
+                ask_to_map(f"unix:{own}", key)
 
 
 def test_an_address_that_cannot_be_had(tmp_path):

@@ -276,8 +276,8 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "up.yaml:5: kv-pool: a section, allowed is nothing with launcher ray",
         ),
         (
-            SMALLEST + "    tensor-parallel-size: 2\nengine: {peer-weights: true}",
-            "up.yaml:5: engine.peer-weights: 'true', allowed spread over 2 ranks is false: group 'engine' has its "
+            SMALLEST + "    device: cuda\nengine: {peer-weights: true}",
+            "up.yaml:5: engine.peer-weights: 'true', allowed on cuda is false: group 'engine' has its "
             "weights from disk",
         ),
         (

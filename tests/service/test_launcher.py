@@ -269,6 +269,9 @@ def test_weights_are_given_to_other_hosts_where_there_are_some():
     told, _, _ = settings(parse("up.yaml", text + "cluster: {host: 127.0.0.2}", TABLES))
     public = {"address": "tcp:127.0.0.2:0", "givers": "/run/p/givers", "joins": False, "tls": None}
     assert told["engine-0"]["weights"]["public"] == public
+    ranks = "model: demo\ninstances: [{tensor-parallel-size: 2}]\ncluster: {host: 127.0.0.2}"
+    told, _, _ = settings(parse("up.yaml", ranks, TABLES))
+    assert told["engine-0"]["weights"]["public"] == public
     told, _, _ = settings(parse("up.yaml", text + "cluster: {}\nengine: {peer-weights: false}", TABLES))
     assert told["engine-0"]["weights"] is None
 

@@ -36,6 +36,33 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
     parts: list[Part]
 
 
+class WeightSources(msgspec.Struct, tag=True, frozen=True):
+    """Where weights may come from; see `engine.weights.Neighbours`. The first message to a rank that may ask others.
+
+    Attributes:
+        secret: of the deployment.
+        tls: arguments of `transfer.tls.TLS`; None without.
+    """
+
+    own: str
+    folder: str
+    givers: str | None = None
+    within: float = 0.0
+    secret: str | None = None
+    tls: dict[str, str] | None = None
+
+
+class Gives(msgspec.Struct, tag=True, frozen=True):
+    """Its weights may be given to others. With it come the file that they are in, and one with what is in that, which
+    may be longer than a message: a `Weights`.
+
+    Attributes:
+        key: see `AskWeights`.
+    """
+
+    key: str
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """The weights are there.
 
@@ -70,7 +97,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     field: str | None = None
 
 
-FromRank = Loaded | Opened | Logged | Ended
+FromRank = Gives | Loaded | Opened | Logged | Ended
 decode_from_rank = decoder(FromRank).decode
-ToRank = OpenCache | Rest | Resume
+ToRank = WeightSources | OpenCache | Rest | Resume
 decode_to_rank = decoder(ToRank).decode

@@ -50,9 +50,10 @@ class NoWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 class SendFrom(msgspec.Struct, tag=True, frozen=True):
-    """The bytes from a block on are to be sent, and nothing after them."""
+    """Blocks are to be sent, and nothing after them: the first, and every `step`-th from there on."""
 
     first: int
+    step: int
 
 
 WeightMessage = AskWeights | Weights | NoWeights | SendFrom

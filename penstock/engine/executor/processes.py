@@ -37,18 +37,21 @@ from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import (
     MAX_MESSAGE,
     Ended,
+    Gives,
     Loaded,
     Logged,
     OpenCache,
     Opened,
     Rest,
     Resume,
+    WeightSources,
     decode_from_rank,
 )
 from penstock.engine.executor.base import MaskCosts, Pending, Ran
 from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.plans import encode_plan
 from penstock.engine.options import EngineOptions
+from penstock.engine.weights import WeightManager, passed
 from penstock.nn.ranks import Ranks, SharedMemoryRanks, joined
 from penstock.transfer.memory import PoolMemory
 
@@ -104,14 +107,17 @@ class RankProcesses:
         options: of the engine; `tensor_parallel_size` of them is how many ranks there are.
         device: rank 0's; on a CPU all have the same.
         threads: that each rank's kernels run on.
+        peers: gives the other ranks' weights too, and they ask whom it asks; None without any.
 
     Attributes:
         ranks: rank 0's own.
         failure: what has happened to one of them.
     """
 
-    def __init__(self, options: EngineOptions, device: torch.device, threads: int) -> None:
-        self._device = device
+    def __init__(
+        self, options: EngineOptions, device: torch.device, threads: int, peers: WeightManager | None = None
+    ) -> None:
+        self._device, self._peers = device, peers
         self._meeting = f"{tempfile.gettempdir()}/penstock-ranks-{secrets.token_hex(8)}"  # made where it is used
         size = options.tensor_parallel_size
         exchanged = SharedMemoryRanks.bytes_for(size)
@@ -125,7 +131,8 @@ class RankProcesses:
         self._closing = False
         self._changed = threading.Condition()
         try:
-            self.others = [_start(rank, fd, options, threads, self._meeting) for rank in range(1, size)]
+            told = None if peers is None else peers.told
+            self.others = [_start(rank, fd, options, threads, self._meeting, told) for rank in range(1, size)]
         finally:
             os.close(fd)
         self._thread = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
@@ -253,8 +260,9 @@ class RankProcesses:
 
     def _hear(self, rank: Rank) -> bool:
         """One message; False when there will be no more."""
+        fds: list[int] = []
         try:
-            data = rank.link.recv(MAX_MESSAGE)
+            data, fds, _, _ = socket.recv_fds(rank.link, MAX_MESSAGE, 2)
         except OSError:
             data = b""
         if not data:
@@ -262,6 +270,12 @@ class RankProcesses:
                 self._failed(rank, rank.ending())
             return False
         match decode_from_rank(data):
+            case Gives(key):
+                assert self._peers is not None
+                try:
+                    self._peers.give(passed(key, *fds))
+                except OSError as error:
+                    log.warning("weights of %s are not given to others: %s", rank.name, error)
             case Loaded(room):
                 rank.room = room
             case Opened():
@@ -281,7 +295,9 @@ class RankProcesses:
         self.fail(rank.rank, RankFailed(f"{rank.name} {how}", broken=-(rank.process.poll() or 0) in FATAL))
 
 
-def _start(rank: int, memory: int, options: EngineOptions, threads: int, meeting: str) -> Rank:
+def _start(
+    rank: int, memory: int, options: EngineOptions, threads: int, meeting: str, told: WeightSources | None
+) -> Rank:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = {
         "rank": rank,
@@ -291,11 +307,15 @@ def _start(rank: int, memory: int, options: EngineOptions, threads: int, meeting
         "threads": threads,
         "meeting": meeting,
         "log_level": log.getEffectiveLevel(),
+        "asks": told is not None,
         "options": asdict(options),
     }
     command = [sys.executable, "-m", "penstock.engine.executor.rank", json.dumps(settings)]
     process = subprocess.Popen(command, pass_fds=(memory, theirs.fileno()), stdin=subprocess.DEVNULL)
     theirs.close()
+    if told is not None:
+        with suppress(OSError):  # whoever watches will notice
+            ours.send(encode(told))
     return Rank(rank, process, ours)
 
 

@@ -5,6 +5,7 @@ JSON:
     meeting             path of a file by which ranks of CUDA devices find each other
     memory, link        file descriptors: of the memory that ranks share, of the socket to rank 0
     threads             that kernels run on
+    asks                whether other engines may have its weights; the first message says which
     log_level           of what is sent to rank 0's log
     options             fields of EngineOptions
 """
@@ -19,6 +20,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, RankFailed
@@ -33,6 +35,7 @@ from penstock.core.wire.rank import (
     Rest,
     Resume,
     ToRank,
+    WeightSources,
     decode_to_rank,
 )
 
@@ -80,6 +83,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     from penstock.engine.executor.plans import PlanDecoder
     from penstock.engine.executor.processes import SLOT_BYTES, SLOTS
     from penstock.engine.options import EngineOptions, device_of
+    from penstock.engine.weights import WeightManager, pass_to_rank_0
     from penstock.engine.worker import Worker
     from penstock.nn import native
     from penstock.nn.ranks import SharedMemoryRanks, joined
@@ -91,7 +95,14 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     size = options.tensor_parallel_size
     memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
     ranks = SharedMemoryRanks(memory, settings["rank"], size, settings["parent"])
-    worker = Worker(options, joined(device_of(options.device), ranks, settings["meeting"]))
+    peers = None
+    if settings["asks"]:
+        if not (data := link.recv(MAX_MESSAGE)):
+            return
+        told = decode_to_rank(data)
+        assert isinstance(told, WeightSources)
+        peers = WeightManager.of(told, pass_on=partial(pass_to_rank_0, link))
+    worker = Worker(options, joined(device_of(options.device), ranks, settings["meeting"]), peers=peers)
     link.send(encode(Loaded(worker.room())))
     data, fds, *_ = socket.recv_fds(link, MAX_MESSAGE, 1)
     if not data:
