@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.request import TokenLogprobs
+from penstock.service.request_record import LOWEST
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
-
-LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.chat import DEFAULT_URL, parse_url
-from penstock.cli.options import add_flag, client_key, integer, number
+from penstock.cli.options import add_flag, between, client_key, integer, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.drill.replay import Pace, Result
     from penstock.service.request_record import RequestRecord
 
+TOLERANCE = 1e-3  # devices sum in different orders; on one they are equal to the bit
 AT_ONCE = 32  # requests in flight where no speed is given
 SHOWN = 20  # of each kind; --json has all
 
@@ -60,6 +61,14 @@ def add_parser(commands: Any) -> None:
         600.0,
         help="seconds that one request may take, and be refused as too much meanwhile (default: 600)",
     )
+    add_flag(
+        parser,
+        "tolerance",
+        between(0, 10),
+        TOLERANCE,
+        help="by which log-probabilities of the same tokens, and numbers of embeddings, may differ; 0 is to the bit "
+        f"(default: {TOLERANCE})",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.set_defaults(run=run)
 
@@ -80,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     at_once = AT_ONCE if speed is None and args.max_concurrency is None else args.max_concurrency
     with RequestRecord(Path(args.record)) as record:
         result = uvloop.run(_replayed(args, url, record, Pace(speed=speed, at_once=at_once)))
-    flags = ("record", "url", "model", "any_model", "request", "speed", "max_concurrency", "timeout")
+    flags = ("record", "url", "model", "any_model", "request", "speed", "max_concurrency", "timeout", "tolerance")
     found = build("replay", {flag: getattr(args, flag) for flag in flags}, result.document(), sys.argv)
     _show(Console(), found)
     if args.json:
@@ -98,7 +107,7 @@ async def _replayed(args: argparse.Namespace, url: str, record: RequestRecord, p
     lines = chosen(record, args.request, args.record)
     key = args.api_key or client_key(os.environ)
     async with Client(url, timeout=args.timeout, api_key=key) as client:
-        target = await find_target(client, args.model, any_model=args.any_model)
+        target = await find_target(client, args.model, any_model=args.any_model, tolerance=args.tolerance)
         console = Console(stderr=True)
         console.quiet = not console.is_terminal
         with make_progress(console) as bars:
@@ -113,7 +122,7 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     differences = found["differences"]
     if differences:
         table = Table(title="first difference of each output", title_justify="left")
-        for name in ("request", "output", "position", "recorded", "replayed"):
+        for name in ("request", "output", "position", "recorded", "replayed", "of"):
             table.add_column(name, justify="left" if name == "request" else "right", overflow="fold")
         for row in differences[:SHOWN]:
             table.add_row(escape(row["request"]), *(str(row[key]) for key in list(row)[1:]))
@@ -128,6 +137,10 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     counts = ", ".join(f"{found[key]:,} {what}" for key, what in kinds.items())
     compared = f"{found['tokens']:,} tokens of {found['outputs']:,} outputs compared in {found['duration_s']:,.1f} s"
     console.print(f"{found['requests']:,} requests: {counts}; {compared}", highlight=False, soft_wrap=True)
+    if found["numbers"]:
+        equal = f"{found['equal_numbers']:,} of {found['numbers']:,} are equal to the bit"
+        text = f"log-probabilities and numbers of embeddings: {equal}, the largest gap is {found['largest_gap']:.2g}"
+        console.print(text, highlight=False, soft_wrap=True)
     if found["beginnings"]:
         note = f"of {found['beginnings']:,} that had ended early the beginnings are the same"
         console.print(note, highlight=False, soft_wrap=True)

@@ -1,15 +1,20 @@
 """Recorded requests run again, by a deployment that serves, and their tokens compared.
 
 Each is sent to /v1/completions as token ids, with every sampling field and the seed that was really used. What ended
-early has to be the beginning of what comes now.
+early has to be the beginning of what comes now. Log-probabilities of the same tokens, and embeddings, may differ by a
+tolerance: another device sums in another order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import zip_longest
+from math import inf
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,11 +23,15 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS
 from penstock.service.request_record import Line, RecordedOutput, RecordedRequest, RequestRecord
 
-PATH = "/v1/completions"
+PATH, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 NAMED = "replay-"  # before the id of a request, in the log of the deployment
 MOST_NAME = 128  # characters of such a name
 
 Tell = Callable[[int], None]  # how many more are done
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
 
 
 class Choice(msgspec.Struct):
@@ -31,6 +40,15 @@ class Choice(msgspec.Struct):
     index: int
     finish_reason: str
     token_ids: list[int]
+    logprobs: _Logprobs | None = None
+
+
+class _Embedding(msgspec.Struct):
+    embedding: str  # float32s in base64
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
 
 
 class _Answer(msgspec.Struct):
@@ -65,11 +83,13 @@ class Target:
     Attributes:
         model: a name that it serves.
         fingerprint: of its engines; None replays what any model has generated.
+        tolerance: by which two log-probabilities, or numbers of embeddings, may differ.
     """
 
     client: Client
     model: str
     fingerprint: str | None
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +100,15 @@ class Difference:
         output: which of the request's.
         position: in the output; 0 is its first token.
         recorded, replayed: the token there; or the finish reason of the one that had ended.
+        of: what differs: "token", "logprob", or a number of an "embedding".
     """
 
     request: str
     output: int
     position: int
-    recorded: int | str
-    replayed: int | str
+    recorded: int | str | float
+    replayed: int | str | float
+    of: Literal["token", "logprob", "embedding"] = "token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,8 @@ class Result:
         same: of them, with the recorded tokens in all outputs.
         beginnings: of these, that had ended early, so that only their beginnings are known.
         outputs, tokens: that were compared.
+        numbers: log-probabilities and numbers of embeddings that were; `equal`: those that are so to the bit.
+        largest_gap: of two such numbers.
         differences: the first one of each output that differs.
         failed: what the deployment did not answer.
         skipped: what cannot be compared, and was not sent.
@@ -116,6 +140,9 @@ class Result:
     beginnings: int = 0
     outputs: int = 0
     tokens: int = 0
+    numbers: int = 0
+    equal: int = 0
+    largest_gap: float = 0.0
     differences: list[Difference] = field(default_factory=list)
     failed: list[Note] = field(default_factory=list)
     skipped: list[Note] = field(default_factory=list)
@@ -141,6 +168,9 @@ class Result:
             "not_compared": len(self.skipped),
             "outputs": self.outputs,
             "tokens": self.tokens,
+            "numbers": self.numbers,
+            "equal_numbers": self.equal,
+            "largest_gap": self.largest_gap,
             "duration_s": self.seconds,
             "differences": [asdict(each) for each in self.differences],
             "failed_requests": [asdict(each) for each in self.failed],
@@ -148,8 +178,8 @@ class Result:
         }
 
 
-async def find_target(client: Client, model: str | None, *, any_model: bool) -> Target:
-    """The deployment of a client.
+async def find_target(client: Client, model: str | None, *, any_model: bool, tolerance: float = 0.0) -> Target:
+    """The deployment of a client; `tolerance`: see `Target`.
 
     Args:
         model: which of its names to use; None is the first.
@@ -172,13 +202,13 @@ async def find_target(client: Client, model: str | None, *, any_model: bool) -> 
         raise ConfigError(f"--model: {model}, served at {client.base_url}: {', '.join(cards) or 'none'}", "model")
     card = cards[model] if model is not None else next(iter(cards.values()))
     if any_model:
-        return Target(client, card.id, None)
+        return Target(client, card.id, None, tolerance)
     if card.fingerprint is None:
         raise Unavailable(
             f"{client.base_url} does not say which model it has: it is no penstock server, or is changing its "
             "checkpoint; --any-model replays nevertheless"
         )
-    return Target(client, card.id, card.fingerprint)
+    return Target(client, card.id, card.fingerprint, tolerance)
 
 
 async def replay(record: RequestRecord, lines: Sequence[Line], target: Target, pace: Pace, tell: Tell) -> Result:
@@ -223,11 +253,11 @@ def why_not(request: RecordedRequest, fingerprint: str | None) -> str | None:
     Args:
         fingerprint: of what it would run on; None is not compared.
     """
-    if request.pooling is not None:
-        return "it was embedded, which brings no tokens"
-    if request.seed is None:
+    if request.pooling is not None and request.embedding is None:
+        return "there is no embedding of it in the record"
+    if request.pooling is None and request.seed is None:
         return "its seed is not known"
-    if not any(output.tokens or output.finish_reason for output in request.outputs):
+    if request.pooling is None and not any(output.tokens or output.finish_reason for output in request.outputs):
         return f"it ended before its first token: {request.failure}"
     if fingerprint is None or request.fingerprints == [fingerprint]:
         return None
@@ -274,14 +304,24 @@ def _ended(output: RecordedOutput) -> list[int | str]:
     return [*output.tokens, *([] if output.finish_reason is None else [output.finish_reason])]
 
 
+def _gaps(recorded: Sequence[float], replayed: Sequence[float]) -> list[float]:
+    """Between the numbers of both, as many as there are of either; inf where one has an end."""
+    pairs = zip_longest(recorded, replayed)
+    return [inf if one is None or other is None else abs(one - other) for one, other in pairs]
+
+
 async def _exchange(request: RecordedRequest, target: Target, result: Result) -> None:
     """Run it again, and count what came of it."""
     try:
-        choices = await _answer(request, target)
+        if request.embedding is not None:
+            replayed = await _embedding(request, target)
+            differences = _compare_numbers(request.id, 0, "embedding", request.embedding, replayed, target, result)
+        else:
+            choices = await _answer(request, target)
+            differences = compare(request, choices) or _compare_logprobs(request, choices, target, result)
     except Unavailable as error:
         result.failed.append(Note(request.id, str(error)))
         return
-    differences = compare(request, choices)
     result.outputs += len(request.outputs)
     result.tokens += sum(len(output.tokens) for output in request.outputs)
     result.differences += differences
@@ -290,12 +330,69 @@ async def _exchange(request: RecordedRequest, target: Target, result: Result) ->
         result.beginnings += any(output.finish_reason is None for output in request.outputs)
 
 
-async def _answer(request: RecordedRequest, target: Target) -> Sequence[Choice]:
-    """Its outputs, in order. Raises Unavailable when there is no good answer."""
-    name = (NAMED + request.id)[:MOST_NAME]
-    status, text = await target.client.post(PATH, body_of(request, target.model), name, patient=True)
+def _compare_logprobs(
+    request: RecordedRequest, choices: Sequence[Choice], target: Target, result: Result
+) -> list[Difference]:
+    """The first difference of each output whose tokens are the same."""
+    found = []
+    for number, (recorded, choice) in enumerate(zip(request.outputs, choices, strict=True)):
+        if recorded.logprobs is not None:
+            came = [] if choice.logprobs is None else choice.logprobs.token_logprobs[: len(recorded.logprobs)]
+            found += _compare_numbers(request.id, number, "logprob", recorded.logprobs, came, target, result)
+    return found
+
+
+def _compare_numbers(
+    request: str,
+    output: int,
+    of: Literal["logprob", "embedding"],
+    recorded: Sequence[float],
+    replayed: Sequence[float],
+    target: Target,
+    result: Result,
+) -> list[Difference]:
+    """The first that differ by more than is tolerated, if any do; all are counted."""
+    between = _gaps(recorded, replayed)
+    result.numbers += len(between)
+    result.equal += between.count(0.0)
+    result.largest_gap = max(result.largest_gap, *(gap for gap in between if gap < inf), 0.0)
+    where = next((place for place, gap in enumerate(between) if gap > target.tolerance), None)
+    if where is None:
+        return []
+    one, other = (_at(numbers, where) for numbers in (recorded, replayed))
+    return [Difference(request, output, where, one, other, of)]
+
+
+def _at(numbers: Sequence[float], place: int) -> float | str:
+    return numbers[place] if place < len(numbers) else "none"
+
+
+async def _embedding(request: RecordedRequest, target: Target) -> Sequence[float]:
+    """As engines bring it. Raises Unavailable when there is no good answer."""
+    body: dict[str, Any] = {"model": target.model, "input": [request.prompt], "priority": request.priority}
+    body |= {"encoding_format": "base64", "normalize": False}
+    if request.offline:
+        body["service_tier"] = "flex"
+    text = await _asked(EMBEDDINGS, body, request, target)
+    try:
+        (found,) = msgspec.json.decode(text, type=_Embeddings).data
+        content = b64decode(found.embedding)
+        return struct.unpack(f"<{len(content) // 4}f", content)
+    except (msgspec.DecodeError, ValueError, struct.error) as error:
+        raise Unavailable(f"an answer without an embedding ({error})") from None
+
+
+async def _asked(path: str, body: dict[str, Any], request: RecordedRequest, target: Target) -> str:
+    """Raises Unavailable when it is refused."""
+    status, text = await target.client.post(path, body, (NAMED + request.id)[:MOST_NAME], patient=True)
     if status != 200:
         raise Unavailable(f"http {status}: {error_message(text)}")
+    return text
+
+
+async def _answer(request: RecordedRequest, target: Target) -> Sequence[Choice]:
+    """Its outputs, in order. Raises Unavailable when there is no good answer."""
+    text = await _asked(PATH, body_of(request, target.model), request, target)
     try:
         choices = msgspec.json.decode(text, type=_Answer).choices
     except msgspec.DecodeError as error:

@@ -16,6 +16,7 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import CURRENT_TRACE
 from penstock.service.intake import MOST_NAMED
 from penstock.service.request_record import (
+    LOWEST,
     VERSION,
     Interruption,
     RecordedOutput,
@@ -74,7 +75,7 @@ class _Part:
         routes: where its sequences ran.
         timings: fields of the log record, in seconds.
         ended: whether it was logged and counted.
-        outputs: what came of each, where that is recorded.
+        outputs: what came of each, where that is recorded; `embedding`: the same of a prompt to embed.
         fingerprints: of the engines that it ran on.
     """
 
@@ -89,6 +90,7 @@ class _Part:
     timings: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
     outputs: list[RecordedOutput] | None = None
+    embedding: list[float] | None = None
     fingerprints: list[str] = field(default_factory=list)
     interruptions: list[Interruption] = field(default_factory=list)
 
@@ -128,7 +130,8 @@ class Generation:
         usage = Usage(prompt_tokens=len(sequences[0].prompt))
         part = _Part(request_id, by_output, streams, usage, count, [None] * count)
         if self._frontend.recorder is not None:
-            part.outputs = [RecordedOutput([]) for _ in range(count)]
+            scored = self._params.logprobs is not None
+            part.outputs = [RecordedOutput([], logprobs=[] if scored else None) for _ in range(count)]
         self._parts.append(part)
         self._open += count
         return first
@@ -222,7 +225,8 @@ class Generation:
         delta = stream.feed(output)
         self._count(part, own, delta, output, now)
         if part.outputs is not None:
-            part.outputs[own].tokens.extend(delta.tokens)
+            _keep(part.outputs[own], delta)
+            part.embedding = part.embedding if delta.embedding is None else [*delta.embedding]
         self._deltas.append(delta)
         untaken = self._untaken.get(number, 0) + len(delta.tokens)
         if delta.logprobs:
@@ -320,7 +324,7 @@ class Generation:
             at=recorder.since_1970(self._arrival),
             seconds=self._frontend.clock.now() - self._arrival,
             model=self._model,
-            prompt=[] if embeds else asked.prompt,
+            prompt=asked.prompt,
             params=recorded_params(self._params),
             max_tokens=asked.max_tokens,
             outputs=[] if embeds else outputs,
@@ -331,6 +335,7 @@ class Generation:
             tpot_ms=asked.tpot_ms,
             offline=asked.offline,
             pooling=asked.pooling,
+            embedding=part.embedding,
             instance=",".join(part.routes),
             interruptions=part.interruptions,
             failure=failure,
@@ -346,6 +351,13 @@ class Generation:
             return False
         in_time = asked.ttft_ms is None or ttft * 1e3 <= asked.ttft_ms
         return in_time and (asked.tpot_ms is None or tpot is None or tpot * 1e3 <= asked.tpot_ms)
+
+
+def _keep(output: RecordedOutput, delta: Delta) -> None:
+    """What a record has of it."""
+    output.tokens.extend(delta.tokens)
+    if output.logprobs is not None and delta.logprobs:
+        output.logprobs.extend([max(entry.chosen, LOWEST) for entry in delta.logprobs])
 
 
 def merge(deltas: list[Delta]) -> list[Delta]:

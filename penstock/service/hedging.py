@@ -17,7 +17,7 @@ work is the last thing it needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from penstock.core.wire.engine import AT_WORK, Ready
@@ -25,6 +25,7 @@ from penstock.service.flight import Flight
 from penstock.service.isolation import Life, life_of
 
 QUIET = 2.5 * AT_WORK  # seconds without a message
+IDLE_QUIET = 1.25  # the same of those that had nothing to do, which speak every 0.5 s
 SHARE = 0.5  # of the instances that serve, which may be suspected at once
 AGAIN = 1.0  # seconds after which it is tried again where there was no room
 
@@ -42,6 +43,8 @@ class Seen(Protocol):
     def suspicion(self) -> str: ...
     @property
     def host(self) -> str: ...
+    @property
+    def load(self) -> int: ...
 
 
 def suspects(instances: Collection[Seen], now: float) -> Mapping[Life, str]:
@@ -56,18 +59,19 @@ def suspects(instances: Collection[Seen], now: float) -> Mapping[Life, str]:
     return {life: text for life, text in doubted.items() if life in quiet}
 
 
-def _silent_hosts(serving: Iterable[Seen], now: float) -> Mapping[str, str]:
+def _silent_hosts(serving: Sequence[Seen], now: float) -> Mapping[str, str]:
     """Hosts of which nothing is heard while others are: there may be no way to them. Where nobody is heard it is this
     process that does not run."""
     newest: dict[str, float] = {}
     for instance in serving:
         newest[instance.host] = max(instance.heard, newest.get(instance.host, instance.heard))
-    last = max(newest.values(), default=now)
-    return {
-        host: f"nothing was heard of {host or 'this host'} for {now - heard:.1f} s"
-        for host, heard in newest.items()
-        if now - heard > QUIET and last - heard > QUIET / 2
-    }
+    last, at_work = max(newest.values(), default=now), {instance.host for instance in serving if instance.load}
+    found = {}
+    for host, heard in newest.items():
+        quiet = QUIET if host in at_work else IDLE_QUIET
+        if now - heard > quiet and last - heard > quiet / 2:
+            found[host] = f"nothing was heard of {host or 'this host'} for {now - heard:.1f} s"
+    return found
 
 
 def to_hedge(hang: Collection[Life], flights: Iterable[Flight[Any]], now: float) -> list[tuple[Flight[Any], Remedy]]:

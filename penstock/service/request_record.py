@@ -24,6 +24,7 @@ VERSION = 1
 BEGINS = b'{"version":'  # every line
 SUFFIX, OLDER = ".jsonl", ".1"
 RESOLVED = {"seed", "max_tokens", "truncate_prompt_tokens", "truncation_side"}  # a record has what came of them
+LOWEST = -9999.0  # stands for minus infinity in log-probabilities, which JSON has not
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name not in RESOLVED)
 
 
@@ -33,11 +34,13 @@ class RecordedOutput(msgspec.Struct, omit_defaults=True):
         tokens: all that the client was due, the one that ended it among them.
         finish_reason: as the client was told; None where it had not ended.
         stop_reason: see `Delta`.
+        logprobs: of these tokens, where the client asked for any; at least `LOWEST`.
     """
 
     tokens: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[float] | None = None
 
 
 class Interruption(msgspec.Struct):
@@ -63,12 +66,13 @@ class RecordedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         seconds: from then to its end.
         model: what its client called the model.
         fingerprints: of the engines that it ran on; more than one when it went on at another checkpoint.
-        prompt: token ids, after truncation; empty for what is embedded.
+        prompt: token ids, after truncation.
         params: fields of `SamplingParams`, but for those in `RESOLVED`.
         seed: of output 0, also where the client gave none; output i has seed + i.
         max_tokens: of each output, cut to the model's length.
         priority, ttft_ms, tpot_ms, offline: see `ServiceLevel`.
-        pooling: it was embedded, which brings no tokens.
+        pooling: how it was embedded, which brings no tokens; None for what generates.
+        embedding: what came of that, as engines bring it: of the model's own length; None where nothing did.
         instance: where its sequences ran, as in the log.
         interruptions: that it survived.
         failure: what ended it early; "" when all outputs ended by themselves.
@@ -91,6 +95,7 @@ class RecordedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     tpot_ms: float | None = None
     offline: bool = False
     pooling: str | None = None
+    embedding: list[float] | None = None
     instance: str = ""
     interruptions: list[Interruption] = []
     failure: str = ""

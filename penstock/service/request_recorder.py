@@ -203,7 +203,8 @@ class RequestRecorder:
 
 
 def _weight(request: RecordedRequest) -> int:
-    return OVERHEAD + len(request.prompt) + sum(len(output.tokens) for output in request.outputs)
+    numbers = sum(len(output.tokens) + 3 * len(output.logprobs or ()) for output in request.outputs)
+    return OVERHEAD + len(request.prompt) + numbers + 3 * len(request.embedding or ())  # of which each is longer
 
 
 def _write_all(file: int, content: bytes) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import struct
+from base64 import b64encode
 
 import msgspec
 import pytest
@@ -143,7 +145,8 @@ def test_the_first_difference_of_each_output(recorded, came, position, pair):
         (request(fingerprints=["cafe"]), "it ran on another model, cafe; this is f00d"),
         (request(fingerprints=[]), "it ran on another model, an unknown one; this is f00d"),
         (request(fingerprints=["f00d", "cafe"]), "it went on at another checkpoint"),
-        (request(outputs=[], pooling="mean", seed=None), "it was embedded, which brings no tokens"),
+        (request(outputs=[], pooling="mean", seed=None), "there is no embedding of it in the record"),
+        (request(outputs=[], pooling="mean", seed=None, embedding=[0.5]), None),
         (request(seed=None), "its seed is not known"),
         (request(outputs=[(), ()], failure="the client left"), "it ended before its first token: the client left"),
     ],
@@ -241,6 +244,40 @@ def test_every_request_is_accounted_for(tmp_path):
     assert (document["differ"], document["failed"], document["not_compared"]) == (1, 4, 1)
     assert not run(folder, served, Pace(speed=None, at_once=1), ["elsewhere"]).good, "nothing was compared"
     assert run(folder, served, Pace(speed=None, at_once=1), ["cmpl-two", "one"]).good
+
+
+def test_numbers_may_differ_by_a_tolerance(tmp_path):
+    scored = request("scored")
+    scored.outputs[0].logprobs = [-0.5, -1.5]
+    longer = request("longer", 1.0, outputs=[(4,)])  # as it was left early, the beginning counts
+    longer.outputs[0].logprobs = [-0.5]
+    embedded = request("embedded", 2.0, outputs=[], pooling="mean", seed=None, embedding=[0.5, 0.25])
+    folder = written(tmp_path, scored, longer, embedded)
+    vector = [0.5, 0.25]
+
+    def answer(body, name):
+        if "input" in body:
+            assert (body["input"], body["normalize"]) == ([[1, 2]], False)
+            packed = b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            return 200, json.dumps({"data": [{"embedding": packed}]})
+        status, text = tokens((4, 5))
+        made = json.loads(text)
+        made["choices"][0]["logprobs"] = {"token_logprobs": [-0.5, -1.625]}
+        return status, json.dumps(made)
+
+    def result(tolerance):
+        async def go():
+            target = await find_target(Served(answer), None, any_model=False, tolerance=tolerance)
+            with RequestRecord(folder) as record:
+                return await replay(record, record.lines, target, Pace(speed=None, at_once=1), lambda count: None)
+
+        return asyncio.run(go())
+
+    near = result(0.125)
+    assert (near.good, near.same, near.numbers, near.equal, near.largest_gap) == (True, 3, 5, 4, 0.125)
+    assert result(0.1).differences == [Difference("scored", 0, 1, -1.5, -1.625, "logprob")]
+    vector[:] = [0.5]
+    assert result(1.0).differences == [Difference("embedded", 0, 1, 0.25, "none", "embedding")]
 
 
 @pytest.mark.parametrize("patience", [30.0, 0.5])

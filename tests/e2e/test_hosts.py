@@ -95,6 +95,34 @@ def test_three_hosts_serve_as_one_and_lose_no_token(kind, etcd, ipv6, tmp_path):
         print({trouble: round(seconds, 1) for trouble, seconds in took.items()})
 
 
+def test_streams_behind_a_cut_cable_go_on_before_it_is_given_up(tmp_path):
+    if why := network.why_not():
+        pytest.skip(why)
+    with network.hosts(2) as (first, second), contextlib.ExitStack() as stack:
+        up, join = started(stack, tmp_path, first, "tcp", None, instances=[{}])
+        url = f"http://{join_host_port(first.address, up.wait_for(READY)[1].rpartition(':')[2])}"
+        up.urls = [url]
+        join(second, instances=[{"name": "far"}])
+        eventually(lambda: ready(up) == {"engine-0", "far-0"}, 90, up.log)
+        eventually(lambda: "far-0 is ready: " in "".join(up.lines), 30, up.log)
+        single = alone(tmp_path, stack)
+        prompts = [str(number) for number in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            expected = list(pool.map(partial(ask, single), prompts))
+            texts = [pool.submit(ask, url, prompt) for prompt in prompts]
+            eventually(lambda: up.metric("num_requests_running", engine="far-0") >= 3, 30, up.log)
+            began = time.monotonic()
+            second.link("down")
+            # what is lost is not overtaken: so this was found out before the connection was given up
+            eventually(lambda: up.metric("hedged_requests_total", how="overtaken") >= 3, 30, up.log)
+            took = time.monotonic() - began
+            assert [text.result() for text in texts] == expected
+        eventually(lambda: ready(up) == {"engine-0"}, 30, up.log)
+        second.link("up")
+        eventually(lambda: ready(up) == {"engine-0", "far-0"}, 60, up.log)
+        print(f"on the other host after {took:.1f} s")
+
+
 REAL = {"weight-cache": False, "kv-cache-memory": "64M", "max-model-len": 512, "max-num-batched-tokens": 128}
 
 

@@ -4,6 +4,8 @@ import json
 import re
 
 import httpx
+import msgspec
+import pytest
 
 from penstock.cli.main import main
 from penstock.service.request_record import RequestRecord
@@ -50,8 +52,9 @@ def test_recorded_requests_bring_the_same_tokens_again(alone, record, tmp_path, 
     eventually(lambda: set(names) <= recorded().keys())
     chosen = [word for name in names for word in ("--request", name)]
     found = replay(*chosen, "--speed", "50")
-    assert (found["requests"], found["same"], found["not_compared"], found["beginnings"]) == (11, 10, 1, 1)
-    assert found["not_compared_requests"] == [{"request": "embedded", "why": "it was embedded, which brings no tokens"}]
+    assert (found["requests"], found["same"], found["not_compared"], found["beginnings"]) == (11, 11, 0, 1)
+    assert found["numbers"] == found["equal_numbers"] > 8 + 12 + 100, "of three requests, and of an embedding"
+    assert found["largest_gap"] == 0.0
     assert found["outputs"] == 3 + 1 + 2 + 3 + 1 + 1 + 1 + 1 + 2
     assert found["tokens"] > 100
 
@@ -69,3 +72,35 @@ def test_recorded_requests_bring_the_same_tokens_again(alone, record, tmp_path, 
     assert "not compared: other: it ran on another model, cafe" in shown
     assert replay("--any-model", folder=tmp_path, code=1)["differ"] == 2
     assert alone.metric("recorded_requests_total", outcome="dropped") == 0
+
+
+def test_log_probabilities_and_embeddings_are_the_same_to_the_bit(alone, record, tmp_path):
+    def replay(folder, *more, code=0):
+        out = tmp_path / "out.json"
+        assert main(["replay", str(folder), "--url", alone.url, "--json", str(out), *more]) == code
+        return json.loads(out.read_text())
+
+    ask = {"prompt": "def f(", "max_tokens": 12, "temperature": 0.9, "n": 2, "logprobs": 1}
+    for route, name, body in (("completions", "rated", ask), ("embeddings", "vector", {"input": "some text"})):
+        headers = {"x-request-id": name}
+        answer = httpx.post(f"{alone.url}/v1/{route}", json={"model": "demo", **body}, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def recorded():
+        with RequestRecord(record) as found:
+            lines = [found.read(line) for line in found.lines]
+        return {line.id: line for line in lines if line.id in ("rated", "vector")}
+
+    eventually(lambda: len(recorded()) == 2)
+    found = replay(record, "--request", "rated", "--request", "vector", "--tolerance", "0")
+    assert (found["same"], found["largest_gap"]) == (2, 0.0)
+    assert found["numbers"] == found["equal_numbers"] > 100
+    lines = recorded()
+    lines["rated"].outputs[1].logprobs[2] -= 0.01
+    lines["vector"].embedding[3] += 0.01
+    (tmp_path / "changed.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines.values()))
+    found = replay(tmp_path, code=1)
+    differ = {(each["of"], each["output"], each["position"]) for each in found["differences"]}
+    assert differ == {("embedding", 0, 3), ("logprob", 1, 2)}
+    assert found["largest_gap"] == pytest.approx(0.01, rel=1e-3)
+    assert replay(tmp_path, "--tolerance", "0.02")["same"] == 2

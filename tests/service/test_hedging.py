@@ -460,6 +460,7 @@ def test_what_runs_on_a_host_of_which_nothing_is_heard_begins_again_on_others(to
         ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.2"}, "bc"),  # others of the host are heard
         ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.3"}, ""),  # nobody is: it is this process that stood still
         ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.2"}, "b"),  # most would be away
+        ({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.3"}, "idle"),  # it had nothing to do, and has just got it
         ({}, "bc"),  # all are here, where launchers tell
     ],
 )
@@ -467,10 +468,15 @@ def test_who_is_not_cut_off(tokenizer, hosts, heard):
     async def scenario(frontend, channels, clock):
         generation, _ = await begun(frontend, channels["a"])
         on_hosts(frontend, **hosts)
+        if heard == "idle":
+            frontend.engine_client.instances["a"].load = 0
         hear(frontend, clock, *"abc", after=0.1)
-        for _ in range(4):
-            hear(frontend, clock, *heard, after=QUIET)
+        for _ in range(2 if heard == "idle" else 4):
+            hear(frontend, clock, *("bc" if heard == "idle" else heard), after=QUIET)
         assert len(frontend.placement.asked) == 1
+        if heard == "idle":
+            hear(frontend, clock, *"bc", after=QUIET)
+            assert len(frontend.placement.asked) == 2, "now it is long enough"
         generation.cancel()
 
     run(tokenizer, scenario, "a", "b", "c")
