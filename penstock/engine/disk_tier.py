@@ -141,6 +141,7 @@ class DiskSlots:
         self._others = others
         self._num_slots = num_slots
         self._buffer = mmap.mmap(-1, size)
+        self._read_at = _address(self._buffer)
         self._held = -1  # the slot whose content is there
         self._gathered = mmap.mmap(-1, mmap.PAGESIZE)  # blocks whose parts lie apart
         with ExitStack() as stack:
@@ -212,8 +213,8 @@ class DiskSlots:
         for move in moves:  # whose contents were just looked at, one by one
             if self._held != move.slot:
                 self.content(move.slot)
-            for piece, part in self._pieces(memoryview(self._buffer), move.block):
-                part[:] = piece
+            for i, part in enumerate(self._parts(move.block)):
+                ctypes.memmove(part, self._read_at + i * self._part_bytes, self._part_bytes)
             number += 1
         return number
 
@@ -239,25 +240,28 @@ class DiskSlots:
 
     def _contents(self, moves: Sequence[Move]) -> list[memoryview]:
         """The bytes of each block, in place where they are in one."""
+        size, whole = self._part_bytes, self.block_bytes
         if not self._others:
-            return [part for move in moves for _, part in self._pieces(memoryview(b""), move.block)]
-        if len(self._gathered) < len(moves) * self.block_bytes:
-            self._gathered = mmap.mmap(-1, len(moves) * self.block_bytes)
-        contents = []
-        for i, move in enumerate(moves):
-            contents.append(memoryview(self._gathered)[i * self.block_bytes : (i + 1) * self.block_bytes])
-            for piece, part in self._pieces(contents[-1], move.block):
-                piece[:] = part
-        return contents
+            return [
+                memoryview((ctypes.c_ubyte * size).from_address(part)).cast("B")
+                for move in moves
+                for part in self._parts(move.block)
+            ]
+        if len(self._gathered) < len(moves) * whole:
+            self._gathered = mmap.mmap(-1, len(moves) * whole)
+        place = _address(self._gathered)
+        for move in moves:
+            for part in self._parts(move.block):
+                ctypes.memmove(place, part, size)
+                place += size
+        return [memoryview(self._gathered)[i * whole : (i + 1) * whole] for i in range(len(moves))]
 
-    def _pieces(self, content: memoryview, block: int) -> Iterator[tuple[memoryview, memoryview]]:
-        """Of each part of a block, its bytes among all of them, and in place."""
+    def _parts(self, block: int) -> list[int]:
+        """Addresses of a block's parts, by rank."""
         assert self._cache is not None
         assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
-        size = self._part_bytes
-        for i, address in enumerate((self._cache.slots.data_ptr(), *(memory.address for memory in self._others))):
-            part = (ctypes.c_ubyte * size).from_address(address + block * size)
-            yield content[i * size : (i + 1) * size], memoryview(part).cast("B")
+        begins = self._cache.slots.data_ptr(), *(memory.address for memory in self._others)
+        return [begin + block * self._part_bytes for begin in begins]
 
     def _place(self, slot: int) -> int:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
@@ -317,3 +321,7 @@ def _name(layout: KVLayout, weights: str, ranks: int) -> str:
     """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
     parts = (FORMAT, VERSION, torch.__version__, native.made_from(), weights, ranks, sorted(asdict(layout).items()))
     return blake2b(repr(parts).encode(), digest_size=LAYOUT_BYTES, person=b"penstock.disk").hexdigest()
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
