@@ -401,7 +401,8 @@ class Launcher:
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
         troubles, model = self._supervisor.troubles, self._model
-        return HostReport(self._host, self._incarnation, instances, troubles, model, ended=self.ended)
+        spread = self._engines is not self._local
+        return HostReport(self._host, self._incarnation, instances, troubles, model, ended=self.ended, spread=spread)
 
     # --- programs that come and go; `service.upgrade` decides which
 

@@ -218,6 +218,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
         troubles: of those that cannot serve, or may not be able to: name -> why, with the name of the process at fault.
         model: digest of what it serves, which is the same on every host.
         ended: engines that have just done so.
+        spread: its instances are on other hosts than it, and on several.
     """
 
     host: str
@@ -227,6 +228,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     model: str = ""
     protocol: int = PROTOCOL
     ended: list[EngineEnded] = []
+    spread: bool = False
 
 
 class StartTotals(msgspec.Struct, frozen=True):
