@@ -10,7 +10,7 @@ JSON:
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     kv_pool             the socket of the host's KV pool server; null for memory of its own
-    weights             {"address", "folder", "public"}: where it gives its weights, and where others of this host do;
+    weights             {"address", "sockets", "public"}: where it gives its weights, and where others of this host do;
                         public is null, or {"address", "givers", "joins", "tls"}: the same for other hosts, the file of
                         those of them that give any, and whether its launcher has yet to hear of them; null where it
                         neither gives nor takes any
@@ -158,12 +158,12 @@ def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager 
     from penstock.core.wire.rank import WeightSources
     from penstock.engine.weights import WeightManager
 
-    own, folder, public = place["address"], place["folder"], place["public"]
+    own, sockets, public = place["address"], place["sockets"], place["public"]
     if public is None:
-        manager = WeightManager.of(WeightSources(own, folder), [own])
+        manager = WeightManager.of(WeightSources(own, sockets), [own])
     else:
         within, secret = GIVERS_WITHIN if public["joins"] else 0.0, os.environ.get("PENSTOCK_CLUSTER_SECRET")
-        told = WeightSources(own, folder, public["givers"], within, secret, public["tls"])
+        told = WeightSources(own, sockets, public["givers"], within, secret, public["tls"])
         manager = WeightManager.of(told, [own, public["address"]])
     stack.callback(manager.close)
     return manager

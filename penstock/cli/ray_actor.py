@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from penstock import __version__
 from penstock.cli.http import bind
-from penstock.cli.run_folder import run_folder
+from penstock.cli.run_folder import PREFIX, run_folder
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.host_port import join_host_port
 from penstock.core.wire import PROTOCOL
 from penstock.service.checkpoint import find_checkpoint, fingerprint
-from penstock.service.programs import make_program
+from penstock.service.programs import GIVERS, make_program
 from penstock.service.spawner import LocalProcess
 from penstock.service.supervisor import Program
 from penstock.service.watch import Trouble
@@ -44,6 +46,8 @@ class Order:
         settings: of the engine's process, but for what its node decides.
         environment: of the process, beside the node's.
         heartbeat_timeout: seconds without a sign of life after which it hangs.
+        deployment: no other has this word.
+        givers: instances of it that may give weights -> where.
     """
 
     version: str
@@ -52,6 +56,8 @@ class Order:
     settings: dict[str, Any]
     environment: dict[str, str]
     heartbeat_timeout: float
+    deployment: str = ""
+    givers: dict[str, str] = field(default_factory=dict)
 
 
 class EngineActor:
@@ -99,7 +105,7 @@ class EngineActor:
             self._folder = self._stack.enter_context(run_folder())
             self._door = self._stack.enter_context(bind(address, 0, f"the address of Ray node {address}"))
             self._door.listen()  # as ZMQ wants it
-        program = self._program(order.settings, directory, address)
+        program = self._program(order, directory, address)
         # the package that this is, wherever the node's Python looks first
         packages = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **order.environment, "PYTHONPATH": os.pathsep.join(packages)}
@@ -107,9 +113,10 @@ class EngineActor:
         now = self._clock.now()
         self._process = LocalProcess(program, environment, order.heartbeat_timeout, now, self._lines.add)
 
-    def _program(self, settings: dict[str, Any], directory: Path, address: str) -> Program:
+    def _program(self, order: Order, directory: Path, address: str) -> Program:
         """With the places that it has on this node."""
         assert self._door is not None
+        settings = order.settings
         path, fd = self._folder / settings["name"], self._door.fileno()
         public = f"tcp://{join_host_port(address, self._door.getsockname()[1])}"
         options, transport = {**settings["options"], "model": str(directory)}, settings["transport"]
@@ -117,10 +124,22 @@ class EngineActor:
         settings["public"] = {"address": public, "fd": fd}
         if transport is not None:
             settings["transport"] = {**transport, "address": f"tcp:{join_host_port(address, 0)}"}
+        if settings.get("weights") is not None:
+            settings["weights"] = self._weights(order, f"tcp:{join_host_port(address, 0)}")
         place = {"address": settings["address"], "public": public, "socket": path, "descriptors": (fd,)}
         return make_program(
             settings["name"], "engine", settings, self._folder / f"{settings['name']}.heartbeat", **place
         )
+
+    def _weights(self, order: Order, public: str) -> dict[str, Any]:
+        """Engines of this node find one another by the deployment's word, whichever actors' folders they are in."""
+        file, ending = self._folder / GIVERS, f".{order.deployment}.weights"
+        file.write_text(json.dumps(order.givers))
+        return {
+            "address": f"unix:{self._folder}/{order.settings['name']}{ending}",
+            "sockets": f"{escape(str(self._folder.parent))}/{PREFIX}*/*{ending}",
+            "public": {**order.settings["weights"]["public"], "address": public, "givers": str(file)},
+        }
 
     def follow(self, number: int, seen: int, up: bool) -> dict[str, Any]:
         """What is new of an incarnation: at once when something is, else after `PATIENCE`.

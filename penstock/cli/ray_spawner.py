@@ -13,12 +13,14 @@ import json
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.curve import SECRET
@@ -147,13 +149,15 @@ class RaySpawner:
         model: see `Order`; here, too, it is a checkpoint.
         secret: of the deployment.
         heartbeat_timeout: seconds without a sign of life after which an engine hangs.
+        givers: the launcher's file of who gives weights.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
     """
 
-    def __init__(self, address: str | None, model: str, secret: str, heartbeat_timeout: float) -> None:
+    def __init__(self, address: str | None, model: str, secret: str, heartbeat_timeout: float, givers: Path) -> None:
         _connect(address)
+        self._word, self._givers = secrets.token_hex(4), givers
         self._model, self._digest = model, fingerprint(find_checkpoint(model))
         self._secret, self._timeout = secret, heartbeat_timeout
         self._actors: dict[str, _Actor] = {}
@@ -164,7 +168,10 @@ class RaySpawner:
     def spawn(self, program: Program, now: float) -> RayIncarnation:
         environment = {SECRET: self._secret, "OMP_NUM_THREADS": f"{program.resources['CPU']:g}"}
         settings = json.loads(program.command[-1])
-        order = Order(VERSION, self._model, self._digest, settings, environment, self._timeout)
+        givers = json.loads(self._givers.read_text()) if self._givers.exists() else {}
+        givers.pop(program.name, None)
+        told = (VERSION, self._model, self._digest, settings, environment, self._timeout, self._word, givers)
+        order = Order(*told)
         return RayIncarnation(self.actor, self.release, program, next(self._numbers), order, self._clock)
 
     def actor(self, program: Program, number: int) -> _Actor:

@@ -140,12 +140,13 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
         cluster, doors = deployment.cluster, []
         surroundings = environments(deployment, os.environ)
         secret = surroundings["engine"][SECRET]
+        folder = stack.enter_context(run_folder())
         engines = None
         if deployment.ray is not None:
             from penstock.cli.ray_spawner import RaySpawner
 
             timeout = deployment.restart.heartbeat_timeout
-            engines = RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout)
+            engines = RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, folder / GIVERS)
             stack.callback(engines.close)
         elif cluster is not None:
             count = sum(len(group.instances) for group in deployment.groups)
@@ -154,7 +155,6 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
                 door.listen()  # as ZMQ wants it
         if sys.stdout.isatty():
             _show(deployment, listeners)
-        folder = stack.enter_context(run_folder())
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields, doors, master)
         digest = fingerprint(directory)
@@ -172,7 +172,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             registry=cluster.registry if cluster is not None else None,
             engines=engines,
             warm=deployment.warm_pool,
-            givers=None if cluster is None else folder / GIVERS,
+            givers=None if cluster is None and engines is None else folder / GIVERS,
         )
         if master is not None:  # the deployment was begun elsewhere
             return launcher.run()

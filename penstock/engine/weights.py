@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,19 @@ class Neighbours:
 
     Args:
         own: address of the engine that asks.
-        folder: in which those of this host have their sockets.
+        sockets: pattern of the paths of those of this host, of which only this user's are asked.
         givers: the file in which a launcher keeps those of other hosts, name -> address; None without other hosts.
         within: seconds in which it comes, where it may be on its way.
     """
 
-    def __init__(self, own: str, folder: Path, givers: Path | None = None, within: float = 0.0) -> None:
-        self._own, self._folder, self._givers = own, folder, givers
+    def __init__(self, own: str, sockets: str, givers: Path | None = None, within: float = 0.0) -> None:
+        self._own, self._sockets, self._givers = own, sockets, givers
         self._by = time.monotonic() + within
 
     def __iter__(self) -> Iterator[Source]:
-        for path in sorted(self._folder.glob("*.weights")):
-            if f"unix:{path}" != self._own:
-                yield Source(path.stem, f"unix:{path}")
+        for path in sorted(glob(self._sockets)):
+            if f"unix:{path}" != self._own and _is_ours(path):
+                yield Source(Path(path).name.partition(".")[0], f"unix:{path}")
         if self._givers is not None:
             while not self._givers.exists() and time.monotonic() < self._by:
                 time.sleep(LOOK)
@@ -145,7 +146,7 @@ class WeightManager:
     ) -> WeightManager:
         """Raises ConfigError as the class does."""
         givers = None if told.givers is None else Path(told.givers)
-        neighbours = Neighbours(told.own, Path(told.folder), givers, told.within)
+        neighbours = Neighbours(told.own, told.sockets, givers, told.within)
         manager = cls(addresses, neighbours, told.secret, told.tls, pass_on)
         manager.told = told
         return manager
@@ -209,6 +210,13 @@ class WeightManager:
         if self._server is not None:
             self._server.close()
         self.give(None)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        return os.stat(path).st_uid == os.geteuid()
+    except OSError:  # it has just ended
+        return False
 
 
 def pass_to_rank_0(link: socket.socket, image: Image) -> None:

@@ -427,9 +427,8 @@ class _Parser:
             for name in ("cpus", "resources"):
                 if name in spots and not ray:
                     self.file.complain(spots[name], f"{spots[name].shown}, allowed only with launcher ray")
-            if "peer-weights" in spots and group.options.get("peer_weights") and (ray or not group.shares_weights):
-                where = "with launcher ray" if ray else _whose_memory(group)
-                why = f"allowed {where} is false: group {group.name!r} has its weights from disk"
+            if "peer-weights" in spots and group.options.get("peer_weights") and not group.shares_weights:
+                why = f"allowed {_whose_memory(group)} is false: group {group.name!r} has its weights from disk"
                 self.file.complain(spots["peer-weights"], f"{spots['peer-weights'].shown}, {why}")
             if ray and group.adopted:
                 self.file.complain(spots["url"], f"{spots['url'].shown}, allowed is nothing with launcher ray: it runs")

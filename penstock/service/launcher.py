@@ -406,7 +406,14 @@ class Launcher:
         troubles, model = self._supervisor.troubles, self._model
         minutes = {name: (times, int(self._clock.now() - at) // 60) for name, (times, at) in self._restarted.items()}
         return HostReport(
-            self._host, self._incarnation, instances, troubles, model, ended=self.ended, restarted=minutes
+            self._host,
+            self._incarnation,
+            instances,
+            troubles,
+            model,
+            ended=self.ended,
+            restarted=minutes,
+            spread=self._engines is not self._local,
         )
 
     # --- programs that come and go; `service.upgrade` decides which

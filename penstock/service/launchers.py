@@ -94,7 +94,7 @@ class Launchers:
 
     def _givers_to(self, said: HostReport) -> dict[str, str]:
         """Not the same first ones to every launcher: many may start engines at once."""
-        mine = {endpoint.name for endpoint in said.instances}
+        mine = {endpoint.name for endpoint in said.instances if not said.spread}
         givers = {name: where for name, where in self._givers().items() if name not in mine}
         order = sorted(givers, key=lambda name: crc32(f"{said.host} {name}".encode()))
         return {name: givers[name] for name in order[:GIVERS]}

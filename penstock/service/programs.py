@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def _engine(
     settings: dict[str, Any] = {**place, "name": name, "shown_as": name, "lease_s": deployment.lease, "public": None}
     settings["kv_pool"] = str(folder / KV_POOL) if pooled else None
     settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
-    settings["weights"] = _weights(deployment, folder, name, joins) if group.shares_weights and not rayed else None
+    settings["weights"] = _weights(deployment, folder, name, joins) if group.shares_weights else None
     more: dict[str, Any] = {**place, "socket": folder / name, "devices": group.ranks}
     more["needs"] = KV_POOL if pooled else None
     more["module"] = "adopted" if group.adopted else None
@@ -142,12 +143,13 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
 
 
 def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> dict[str, Any]:
-    places = {"address": f"unix:{folder / name}.weights", "folder": str(folder)}
-    if deployment.cluster is None:
+    places = {"address": f"unix:{folder / name}.weights", "sockets": f"{escape(str(folder))}/*.weights"}
+    if deployment.cluster is None and deployment.ray is None:
         return {**places, "public": None}
     tls = None if deployment.transport is None else deployment.transport.tls
     told = {"givers": str(folder / GIVERS), "joins": joins, "tls": tls}
-    return {**places, "public": {"address": f"tcp:{join_host_port(deployment.cluster.host, 0)}", **told}}
+    host = "127.0.0.1" if deployment.cluster is None else deployment.cluster.host  # a Ray node has its own
+    return {**places, "public": {"address": f"tcp:{join_host_port(host, 0)}", **told}}
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:

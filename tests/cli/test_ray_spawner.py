@@ -1,6 +1,7 @@
 """Both sides of an engine that Ray runs, without Ray: the actor with a real process, and the launcher with a script of
 an actor's answers."""
 
+import contextlib
 import os
 import re
 import signal
@@ -79,6 +80,27 @@ def test_an_engine_that_cannot_be_served_brings_its_code_and_its_last_line(actor
     assert news["code"] == 2
     assert "max-model-len: 1073741824" in news["last"]
     assert news["last"] in said
+
+
+def test_an_engine_has_its_weights_from_another_of_its_deployment_on_its_node(actor):
+    options = {"device": "cpu", "model": "/nowhere", "max_model_len": 256, "kv_cache_memory": 16 << 20}
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64, "weight_cache": False}
+    public = {"givers": "", "joins": False, "tls": None}
+
+    def runs(actor, name, **more):
+        asked = order(givers={"far": "tcp:127.0.0.1:1"}, **more)
+        asked["settings"] |= {"name": name, "shown_as": name, "options": options, "weights": {"public": public}}
+        actor.start(1, asked)
+        news, said = follow(actor, 1, lambda news: news["up"] or news["code"] is not None)
+        assert news["up"], said
+        return said
+
+    with contextlib.closing(EngineActor()) as second, contextlib.closing(EngineActor()) as third:
+        assert "from checkpoint" in runs(actor, "engine-0", deployment="one")
+        assert "from map engine-0" in runs(second, "engine-1", deployment="one")
+        said = runs(third, "engine-2", deployment="other")
+        assert "weights do not come from far, others are asked: " in said
+        assert "from checkpoint" in said
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,15 @@ def test_no_token_is_lost_when_an_engine_an_actor_or_a_node_dies(cluster):
         assert not any("Traceback" in line for line in up.lines), up.log()
 
 
+def test_an_engine_that_starts_again_has_its_weights_from_another(cluster):
+    real = {"weight-cache": False, "kv-cache-memory": "64M", "max-model-len": 512, "max-num-batched-tokens": 128}
+    with deployed(content(cluster, engine=real, instances=[{"count": 2}], policy="round_robin")) as up:
+        eventually(lambda: ready(up) == {"engine-0", "engine-1"}, 90, up.log)
+        os.kill(places(up)["engine-1"][0], signal.SIGKILL)
+        came = 'engine="engine-1",model_name="demo",source="map"'  # these nodes are one machine
+        eventually(lambda: came in up.get("/metrics"), 90, up.log)
+
+
 def test_nobody_outlives_a_killed_launcher(cluster):
     with deployed(content(cluster, engine=PACED, instances=[{}])) as up:
         ((pid, _),) = places(up).values()

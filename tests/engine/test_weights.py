@@ -237,7 +237,7 @@ def test_engines_of_this_host_are_asked_first_and_then_those_that_the_launcher_h
     first, here, there = running("first", checkpoint)
     folder = Path(here.address.removeprefix("unix:")).parent
     givers, dead = folder / "givers", Source("dead", "tcp:127.0.0.1:1")
-    neighbours = Neighbours("unix:/own", folder, givers, within=60.0)
+    neighbours = Neighbours("unix:/own", f"{folder}/*.weights", givers, within=60.0)
     late = threading.Timer(0.1, givers.write_text, [json.dumps({each.name: each.address for each in (dead, there)})])
     late.start()  # as of a launcher that has just joined
     loaded, own, _ = running("new", checkpoint, neighbours)
@@ -245,7 +245,7 @@ def test_engines_of_this_host_are_asked_first_and_then_those_that_the_launcher_h
     assert same(loaded.model, first.model)
     os.link(own.address.removeprefix("unix:"), folder / "mate.weights")
     assert list(neighbours) == [Source("mate", f"unix:{folder}/mate.weights"), dead, there]
-    assert list(Neighbours(f"unix:{folder}/mate.weights", folder)) == []
+    assert list(Neighbours(f"unix:{folder}/mate.weights", f"{folder}/*.weights")) == []
     assert running("third", checkpoint, neighbours)[0].source == "map"
 
 
@@ -369,7 +369,7 @@ def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint
             return found
 
         def told(own, **more):
-            return WeightSources(f"unix:{own}", str(own.parent), **more)
+            return WeightSources(f"unix:{own}", f"{own.parent}/*.weights", **more)
 
         own = folder / "first.weights"
         first, manager, there, tokens = start(own, told(own))

@@ -281,10 +281,6 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "weights from disk",
         ),
         (
-            SMALLEST + "    peer-weights: true\nlauncher: ray",
-            "up.yaml:4: instances[0].peer-weights: 'true', allowed with launcher ray is false: group 'engine'",
-        ),
-        (
             SMALLEST + "launcher: ray\ntransport: {kind: shared}",
             "up.yaml:5: transport.kind: 'shared', allowed with launcher ray is tcp or mooncake: its nodes share no",
         ),

@@ -263,7 +263,7 @@ def test_weights_are_given_to_other_hosts_where_there_are_some():
     told, _, _ = settings(parse("up.yaml", text, TABLES))
     assert told["engine-0"]["weights"] == {
         "address": "unix:/run/p/engine-0.weights",
-        "folder": "/run/p",
+        "sockets": "/run/p/*.weights",
         "public": None,
     }
     told, _, _ = settings(parse("up.yaml", text + "cluster: {host: 127.0.0.2}", TABLES))

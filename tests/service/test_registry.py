@@ -160,6 +160,10 @@ def test_a_launcher_is_told_who_of_others_gives_weights():
     hosts.report(0.0, "three", C)
     assert hosts.told_givers == hosts.givers
     hosts.givers = {f"e-{number}": f"tcp:{number}:1" for number in range(100)}
+    spread = Hosts()
+    spread.givers = {"a": "tcp:one:1"}
+    spread.report(0.0, "ray", A, spread=True)
+    assert spread.told_givers == spread.givers, "its instances are on hosts of their own"
     firsts = set()
     for number in range(40):
         hosts.report(0.0, f"host-{number}")

@@ -227,6 +227,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
         ended: engines that have just done so.
         restarted: instances that were slow -> how often they were restarted for that, in a row, and how many minutes
             ago last: a new master learns it so.
+        spread: its instances are on other hosts than it, and on several.
     """
 
     host: str
@@ -237,6 +238,7 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     protocol: int = PROTOCOL
     ended: list[EngineEnded] = []
     restarted: dict[str, tuple[int, int]] = {}
+    spread: bool = False
 
 
 class StartTotals(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
     """
 
     own: str
-    folder: str
+    sockets: str
     givers: str | None = None
     within: float = 0.0
     secret: str | None = None
