@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from math import inf, isfinite
 from multiprocessing import get_context
+from typing import Any
 
 import msgspec
 import uvloop
@@ -75,6 +76,9 @@ LOAD = Snapshot(
     interval_ms=20.0,
     factors={"linear:memory": 1.0, "prefill_attention:compute": 1.0, "decode_attention:memory": 1.0},
 )
+
+
+EMPTY, KEY = len(codec.encode(CacheDelta(1, 1 << 20, [], []))), 18  # bytes of a delta, and of a key in it
 
 
 class Speaker:
@@ -193,20 +197,25 @@ async def listen(folder: str, args: argparse.Namespace) -> str:
         memory = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
     late.sort()
     await pump.close()
+    told = heard[CacheDelta] * EMPTY + heard["keys"] * KEY
     return (
-        f"{heard[Snapshot] / took:.0f} snapshots and {heard[CacheDelta] / took:.0f} deltas a second: "
+        f"{heard[Snapshot] / took:.0f} snapshots and {heard[CacheDelta] / took:.0f} deltas a second "
+        f"({told / took / 1e3:.0f} kB/s): "
         f"{100 * share / took:.0f} % of a core, {memory} MiB, "
         f"event loop late by {1e3 * late[int(0.99 * len(late))]:.1f} ms (p99)"
     )
 
 
-def count_events(pump: MasterPump) -> Counter[type]:
-    """Of each kind, from now on."""
-    heard: Counter[type] = Counter()
+def count_events(pump: MasterPump) -> Counter[Any]:
+    """Of each kind, from now on; and of keys in deltas."""
+    heard: Counter[Any] = Counter()
     handle = pump.handle
 
     def counted(happening: object) -> None:
-        heard[type(getattr(happening, "event", None))] += 1
+        event = getattr(happening, "event", None)
+        heard[type(event)] += 1
+        if isinstance(event, CacheDelta):
+            heard["keys"] += len(event.added) + len(event.removed)
         handle(happening)  # type: ignore[arg-type]
 
     pump.handle = counted  # type: ignore[method-assign]

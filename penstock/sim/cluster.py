@@ -67,7 +67,8 @@ from penstock.sim.hosts import Hosts
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
-from penstock.sim.wires import HostWay, MemoryCarrier, Orphan, PeerArrival, SharedOrphans, Wires
+from penstock.sim.store import SharedTier
+from penstock.sim.wires import MemoryCarrier, Orphan, PeerArrival, SharedOrphans, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
 FRONTEND = "frontend-0"
@@ -132,6 +133,8 @@ class Cluster:
         self._wires = Wires(scenario.transport)
         self.places = make_slots(groups, scenario.scaling)
         self._hosts = Hosts(scenario.scaling, self.places)
+        remote = max(group.remote_blocks for group in groups)
+        self._store = SharedTier(remote) if remote else None
         self._depot: Depot | None = None
         self._restarts: dict[str, float] = {}  # seconds that one for slowness takes, where it is not RESTART
         self._orphans: dict[str, dict[bytes, Orphan]] = {}  # what failed instances have left there, by key
@@ -334,6 +337,7 @@ class Cluster:
             max_sequences=group.max_num_seqs,
             weights_from=path,
             kv_pool="" if self._depot is None else POOL,
+            store="" if self._store is None else self._store.name,
         )
         source, pool = self._pool(place)
         scheduler = self._scheduler(group, pool)
@@ -348,7 +352,7 @@ class Cluster:
             report_interval=self._scenario.report_interval,
             lease=self._scenario.transport.lease,
             tells_cache=self.master.joined.wants_keys or bool(self._scenario.failures),
-            way=HostWay(group.times) if scheduler.offload is not None else None,
+            ways={tier: TierWay(seconds) for tier, seconds in group.tier_seconds.items()},
             orphans=None if source is None else SharedOrphans(self._orphans, source, each),
             strides=self._strides,
         )
@@ -369,9 +373,21 @@ class Cluster:
             root=self._root,
             prefix_cache=group.prefix_cache,
             policy=ENGINE_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
-            offload=Offload(pool, [Lane(Tier(group.host_blocks), mirrors=True)]) if group.host_blocks else None,
+            offload=Offload(pool, lanes) if (lanes := self._lanes(group)) else None,
             windows=group.windows,
         )
+
+    def _lanes(self, group: InstanceGroup) -> list[Lane]:
+        """To its tiers below the device."""
+        seconds = group.tier_seconds
+        lanes = []
+        if group.host_blocks:
+            lanes.append(Lane(Tier(group.host_blocks), mirrors=True))
+        if group.disk_blocks:
+            lanes.append(Lane(Tier(group.disk_blocks, "disk"), seconds["disk"]))
+        if self._store is not None:
+            lanes.append(Lane(self._store, seconds["remote"]))
+        return lanes
 
     def _pool(self, place: InstanceSlot) -> tuple[DepotSource | None, BlockPool]:
         """Its blocks, and where it exchanges them; with what its last incarnation left, if that has failed."""

@@ -98,7 +98,7 @@ def _run_numbers(result: Result) -> Iterator[tuple[str, str]]:
         if result.get("share_of_ideal") is not None:
             yield "of what a cache without end finds", _percent(result["share_of_ideal"])
         if result.get("loaded_tokens"):
-            yield "loaded from hosts' memory", _percent(result["loaded_tokens"] / result["prompt_tokens"])
+            yield "loaded from below the devices", _percent(result["loaded_tokens"] / result["prompt_tokens"])
     yield "instance-seconds", short(result.get("instance_seconds"))
     if result.get("failed"):
         yield "requests failed", f"{result['failed']:,}"
