@@ -447,7 +447,8 @@ class Offload:
     def give_up(self, number: int) -> Sequence | None:
         """A load takes too long, or an answer: nothing else begins on its lane until it ends. Returns the sequence that
         waited for it and for nothing else any longer, and computes instead."""
-        move: _Loading | _Asking | None = self._loads.get(number) or self._questions.get(number)
+        loading, asking = self._loads.get(number), self._questions.get(number)
+        move = loading if loading is not None else asking
         if move is None or number in move.lane.late:
             return None
         lane, wait = move.lane, move.wait
