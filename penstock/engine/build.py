@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,6 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
-from penstock.nn.loader import file_times
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -40,6 +38,7 @@ from penstock.sched.local.lane import Lane
 from penstock.sched.local.limits import tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
+from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, memfd_pool
 
 if TYPE_CHECKING:
@@ -122,6 +121,9 @@ def build_engine(
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
+    if options.disk_cache is not None and options.tensor_parallel_size > 1 and options.kv_address_mode == "auto":
+        # a rank with virtual ranges may still clear blocks when rank 0 has ended the step, and loads others into them
+        options = replace(options, kv_address_mode="table")
     others = _start_ranks(options, device, open_pool)
     try:
         return _build(options, clock, open_pool, promised, speculation, others, progress, peers)
@@ -148,8 +150,8 @@ def _build(
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
     windows = windows_of(layout.groups)
     slots = tier_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
-    on_disk = _disk_blocks(options, layout)
     block_bytes = layout.block_bytes * size
+    on_disk = _disk_blocks(options, block_bytes)
     if asked is not None:
         check_asked(_on_one_device(asked - asked % block_bytes, options, model.device), model.device, promised)
     room = [worker.room()]  # before the others', which they find out beside it
@@ -167,8 +169,9 @@ def _build(
     )
     if model_len < wanted:
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
+    parts: Sequence[PoolMemory] = ()
     if others is not None:
-        others.open(num_blocks, model_len)
+        parts = others.open(num_blocks, model_len, layout if options.disk_cache is not None else None)
     worker.open(num_blocks, model_len, open_pool)
     if others is not None:
         others.opened()
@@ -182,8 +185,8 @@ def _build(
         lanes.append(Lane(Tier(slots), mirrors=True))
         movers["host"] = open_host_tier(cache, slots)
     if options.disk_cache is not None:
-        weights = file_times(Path(options.model))
-        if (below := open_disk_tier(cache, options.disk_cache, on_disk, weights)) is not None:
+        below = open_disk_tier(cache, options.disk_cache, on_disk, worker.files, parts)
+        if below is not None:
             lanes.append(Lane(below.tier, below.block_seconds))
             movers["disk"] = below.mover
     if options.remote_cache is not None:
@@ -253,11 +256,11 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
     return RankProcesses(options, device, threads)
 
 
-def _disk_blocks(options: EngineOptions, layout: KVLayout) -> int:
-    """KV blocks of the tier on disk; 0 where none is asked for. Raises ConfigError."""
+def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:
+    """KV blocks, of so many bytes on all ranks, of the tier on disk; 0 where none is asked for. Raises ConfigError."""
     asked = SIZE if options.disk_cache_size is None else options.disk_cache_size
     size = None if options.disk_cache is None else asked
-    return tier_blocks(size, layout.block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
+    return tier_blocks(size, block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
 
 
 def _on_one_device(memory: int, options: EngineOptions, device: torch.device) -> int:

@@ -15,12 +15,11 @@ import torch
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.layout import KVLayout
 from penstock.core.version import VERSION
-from penstock.engine.block_views import BlockViews, views_of
+from penstock.engine.block_views import BlockViews, processor_of, views_of
 from penstock.engine.cache import KVCache
 from penstock.engine.mover import Complaints, Courier
 from penstock.kv.connector import Move
 from penstock.kv.keys import KEY_BYTES
-from penstock.nn import native
 from penstock.transfer.block_store import BlockStore
 from penstock.transfer.stores import check_store, open_store
 
@@ -167,8 +166,7 @@ def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
 
 def namespace_of(layout: KVLayout, device: torch.device) -> str:
     """Names all that decides what bytes stand for, or that they are the same bits as if they were computed here."""
-    processor = native.made_from() if device.type == "cpu" else torch.cuda.get_device_name(device)
-    parts = (VERSION, torch.__version__, processor, sorted(asdict(layout).items()))
+    parts = (VERSION, torch.__version__, processor_of(device), sorted(asdict(layout).items()))
     return blake2b(repr(parts).encode(), digest_size=16, person=b"penstock.remote").hexdigest()
 
 

@@ -447,8 +447,7 @@ class Offload:
     def give_up(self, number: int) -> Sequence | None:
         """A load takes too long, or an answer: nothing else begins on its lane until it ends. Returns the sequence that
         waited for it and for nothing else any longer, and computes instead."""
-        loading, asking = self._loads.get(number), self._questions.get(number)
-        move = loading if loading is not None else asking
+        move = self._move(number)
         if move is None or number in move.lane.late:
             return None
         lane, wait = move.lane, move.wait
@@ -461,6 +460,11 @@ class Offload:
         else:
             lane.late_questions += 1
         return self._over(number, wait)
+
+    def _move(self, number: int) -> _Loading | _Asking | None:
+        if number in self._loads:
+            return self._loads[number]
+        return self._questions.get(number)
 
     def _over(self, number: int, wait: _Wait) -> Sequence | None:
         """A load or a question has ended, or is not waited for any longer."""
@@ -523,8 +527,8 @@ class Offload:
             lane.check(on_device)
             assert lane.storing == sum(len(each.store.moves) for each in self._stores.values() if each.lane is lane)
             assert lane.loading == sum(len(each.load.moves) for each in self._loads.values() if each.lane is lane)
-            moves = [*self._loads.items(), *self._questions.items()]
-            assert lane.late <= {number for number, each in moves if each.lane is lane}
+            loads = {number for number, each in self._loads.items() if each.lane is lane}
+            assert lane.late <= loads | {number for number, each in self._questions.items() if each.lane is lane}
         assert sum(len(wait.loads) for wait in self._waits) == len(self._loads)
         for wait in self._waits:
             assert wait.loads or wait.pending
