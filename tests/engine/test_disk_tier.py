@@ -1,6 +1,7 @@
 """A tier on disk: what outlives an engine, and that nothing but what was stored ever comes back."""
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -212,7 +213,6 @@ def left_by(directory, **hours):
             disk.store([Move(i, i, bytes([i] * 16)) for i in range(4)])
             folders.append(disk.folder)
         cache.close()
-    os.sync()  # so that they have their blocks
     for folder, since in zip(folders, hours.values(), strict=True):
         age(folder, since)
     return folders
@@ -274,6 +274,24 @@ def test_on_a_full_disk_what_is_left_gives_way(tmp_path, monkeypatch):
             own.store([Move(0, 0, b"k" * 16)])
         assert not any(folder.exists() for folder in folders)
         assert own.folder.exists()
+
+
+def test_whoever_locks_a_folder_that_is_just_being_deleted_makes_it_anew(tmp_path, monkeypatch):
+    layout, flock = tmp_path / "0123456789abcdef", fcntl.flock
+    with closing(Folder(layout)) as left:
+        (left.path / "blocks").write_bytes(b"x" * PAGE)
+
+    def late(fd, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        assert Leftovers(tmp_path, tmp_path, 0).give_way()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with closing(Folder(layout)) as folder:
+        assert folder.path == left.path
+        assert os.path.samestat(os.fstat(folder._lock), (folder.path / "lock").stat())
+        with closing(Folder(layout)) as other:
+            assert other.path != folder.path
 
 
 def test_a_folder_is_never_of_two_engines_whoever_deletes_it_meanwhile(tmp_path):
