@@ -39,6 +39,7 @@ FIELDS = {  # of a policy, and what they are called in the result of one simulat
     "instance_seconds": "instance_seconds",
     "offline_tokens_per_s": "offline_tokens_per_s",
     "reused_tokens": "reused_tokens",
+    "share_of_ideal": "share_of_ideal",
     "requests": "requests",
     "failed": "failed",
 }

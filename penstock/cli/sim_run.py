@@ -113,13 +113,20 @@ def _caption(scenario: Scenario, result: Mapping[str, Any]) -> str:
         + f"{result['requests']:,} requests kept {targets}; {result['failed']} failed; "
         + f"{shown(result['output_tokens_per_s'])} tokens/s out; "
         + (f"{shown(offline)} tokens/s of offline work; " if offline is not None else "")
-        + f"{result['reused_tokens']:,} of {result['prompt_tokens']:,} prompt tokens reused{_loaded(result)}; "
+        + f"{result['reused_tokens']:,} of {result['prompt_tokens']:,} prompt tokens reused"
+        + f"{_loaded(result)}{_ideal(result)}; "
         + f"{result['instance_seconds']:,.0f} instance-seconds"
     )
 
 
 def _loaded(result: Mapping[str, Any]) -> str:
-    return f", {result['loaded_tokens']:,} of these loaded from hosts' memory" if result.get("loaded_tokens") else ""
+    return f", {result['loaded_tokens']:,} of these loaded from below the devices" if result.get("loaded_tokens") else ""
+
+
+def _ideal(result: Mapping[str, Any]) -> str:
+    """The share of what a cache without end would have found."""
+    share = result.get("share_of_ideal")
+    return "" if share is None else f", {share:.1%} of the ideal"
 
 
 # --- slices, simulated beside each other

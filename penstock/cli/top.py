@@ -110,6 +110,7 @@ def screen(look: Look, before: Look | None) -> RenderableType:
         _queues(master),
         _rates(master),
         _of_frontend(frontend, _tokens_per_second(look, before)),
+        _prefixes(frontend["prefixes"], master["prefixes"]),
     ]
     by_role: dict[str, list[Mapping[str, Any]]] = {}
     for row in master["instances"]:
@@ -175,6 +176,19 @@ def _of_frontend(frontend: Mapping[str, Any], speed: float | None) -> str:
         if of["requests"]
     ]
     return f"this frontend: {frontend['sequences']:,} sequences; {rate}within targets: {', '.join(kept) or '-'}"
+
+
+def _prefixes(seen: Mapping[str, Any], ideal: Mapping[str, Any] | None) -> str:
+    """What was found of the prompts, and what an ideal cache would have found."""
+    asked, found = seen["prompt_tokens"], seen["found_tokens"]
+    places = [f"{_plain(where)} {_share(tokens, asked)}" for where, tokens in found.items() if tokens]
+    line = f"prompts: {_share(sum(found.values()), asked)} of {asked:,} tokens were cached"
+    line += f" ({', '.join(places)})" if places else ""
+    if ideal is None or not ideal["prompt_tokens"]:
+        return line
+    least = "" if ideal["complete"] else "at least "
+    would = _share(ideal["ideal_tokens"], ideal["prompt_tokens"])
+    return f"{line}; a cache without end would have had {least}{would}"
 
 
 def _tokens_per_second(look: Look, before: Look | None) -> float | None:

@@ -1,9 +1,10 @@
-"""What can be found in an engine's cache, for the master (`CacheLog`) and for the engine's next incarnation
-(`PoolLedger`)."""
+"""What can be found in an engine's cache: for the master (`CacheLog`, as often as `DeltaPace` says), and for the
+engine's next incarnation (`PoolLedger`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from math import inf
 from typing import TYPE_CHECKING
 
 from penstock.kv.pool import Published
@@ -11,6 +12,10 @@ from penstock.kv.pool import Published
 if TYPE_CHECKING:
     from penstock.transfer.pool import KVPool
     from penstock.transfer.records import Records
+
+
+SOONEST, LATEST = 0.05, 3.0  # seconds between two reports of what has changed
+MANY = 64  # changed keys that are worth a report
 
 
 class CacheLog:
@@ -42,6 +47,9 @@ class CacheLog:
                 self._added[key] = None
         self.changed = bool(self._added or self._removed)
 
+    def __len__(self) -> int:
+        return len(self._added) + len(self._removed)
+
     def take(self) -> tuple[list[bytes], list[bytes]] | None:
         """Added and removed since the last call, under the next number; None when nothing changed."""
         if not self.changed:
@@ -50,6 +58,32 @@ class CacheLog:
         changes = list(self._added), list(self._removed)
         self._added, self._removed, self.changed = {}, {}, False
         return changes
+
+
+class DeltaPace:
+    """How often changes are told: each report costs the master something, however little is in it.
+
+    So what decoding adds, block by block, is put off until there is enough of it, for `LATEST` seconds at most. Others
+    may want a prompt as soon as it is computed; and as long as its request runs the master counts it as cached there,
+    but from its end on goes by what it was told.
+
+    Attributes:
+        hurries: whether a prompt was computed, or a request has ended, since changes were told last.
+    """
+
+    def __init__(self) -> None:
+        self.hurries = False
+        self._at = -inf  # when they were
+
+    def due(self, logs: Iterable[CacheLog]) -> float:
+        """When changes are to be told; inf while there are none."""
+        changes = sum(map(len, logs))
+        if not changes:
+            return inf
+        return self._at + (SOONEST if self.hurries or changes >= MANY else LATEST)
+
+    def told(self, now: float) -> None:
+        self._at, self.hurries = now, False
 
 
 class PoolLedger:

@@ -50,6 +50,7 @@ from penstock.core.wire.engine import (
     WakeUp,
     decode_command,
 )
+from penstock.engine.cache_log import DeltaPace
 from penstock.engine.executor.base import Memory
 from penstock.engine.loop import Engine, Step
 from penstock.engine.sleeper import Sleeper
@@ -119,6 +120,7 @@ class EngineServer:
         self._changed = True  # since the last snapshot
         self._snapshots = 0
         self._last_snapshot: Snapshot | None = None
+        self._deltas = DeltaPace()
         self._snapshot_at = self._ticked_at = self._told_at = self._looked_at = self._beat = clock.now()
 
     # --- start and end
@@ -231,8 +233,9 @@ class EngineServer:
         if not stalled and engine.has_work and (not engine.tokens_in_flight or engine.ended):
             return 0.0
         due = min(self._beat + REPORT_INTERVAL, engine.gives_up_at, engine.look_again_at)
-        if self._changed or any(kept.changed for kept in engine.cache_logs.values()):
+        if self._changed:
             due = min(due, self._snapshot_at + SNAPSHOT)
+        due = min(due, max(self._deltas.due(engine.cache_logs.values()), self._snapshot_at + SNAPSHOT))
         if self._handoffs is not None and self._handoffs.busy:
             due = min(due, self._ticked_at + self._tick_every)
         return max(0.0, due - self._clock.now())
@@ -252,7 +255,9 @@ class EngineServer:
     def _ended(self, step: Step) -> None:
         self._beat_with(self._engine.tokens_in_flight)
         # one more token for each is no change of the load
-        self._changed |= bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
+        news = bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
+        self._changed |= news
+        self._deltas.hurries |= news
         self._report(step.outputs, step.tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
@@ -334,6 +339,7 @@ class EngineServer:
             case _ if command.to != self._incarnation:
                 log.info("%s meant for another incarnation was dropped", type(command).__name__)
             case Cancel() | Drain():
+                self._deltas.hurries = True
                 self._intake.obey(client, command)
             case SetRole():
                 self._intake.obey(client, command)
@@ -411,10 +417,13 @@ class EngineServer:
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
     def _tell_masters(self, now: float) -> None:
-        """Send masters the load when it changed or is due, and the cache's deltas."""
+        """Send masters the load when it changed or is due, and the cache's deltas when they are."""
         self._snapshot_at, self._changed = now, False
-        logs = self._engine.cache_logs.items()
-        taken = [(tier, kept.sequence, changes) for tier, kept in logs if (changes := kept.take()) is not None]
+        logs, taken = self._engine.cache_logs, []
+        if now >= self._deltas.due(logs.values()):
+            self._deltas.told(now)
+            each = logs.items()
+            taken = [(tier, kept.sequence, changes) for tier, kept in each if (changes := kept.take()) is not None]
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
         if not masters:
             return
@@ -486,6 +495,7 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         busy=engine.busy,
         idle=engine.idle,
         prefix_loads=counters.prefix_loads,
+        prefix_fetches=counters.prefix_fetches,
         drafts=drafted.drafts,
         draft_tokens=drafted.draft_tokens,
         accepted_tokens=drafted.accepted_tokens,

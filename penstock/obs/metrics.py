@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -71,6 +71,7 @@ VLLM = {
     *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
 
+DEVICE, PEER = "device", "peer"  # where what is found was: there already, or brought from another instance
 BELOW = "host", "disk", "remote"  # tiers below the device
 SLEEP_STATES = "awake", "weights_offloaded", "discard_all"  # by level
 
@@ -93,7 +94,7 @@ COUNTED = {  # field of the statistics -> metric, and its help
 }
 TOTALS = (  # since the engine's start
     *("steps", "preemptions", "prefix_queries", "prefix_hits", "busy", "idle"),
-    *("prefix_loads", "drafts", "draft_tokens", "accepted_tokens"),
+    *("prefix_loads", "prefix_fetches", "drafts", "draft_tokens", "accepted_tokens"),
     *COUNTED,
 )
 totals = attrgetter(*TOTALS)
@@ -188,6 +189,7 @@ class _Engine:
     queries: Counter
     hits: Counter
     device_hits: Counter
+    peer_hits: Counter
     below: dict[str, _Below]  # by the tier's name
     drafts: Counter
     draft_tokens: Counter
@@ -202,6 +204,8 @@ class _Engine:
     step_tokens: _Buckets
     load: EngineStats = NO_STATS
     said: EngineStats = NO_STATS  # its newest totals
+    asked: int = 0  # prompt tokens, in all its lives
+    found: dict[str, int] = field(default_factory=dict)  # those of them that were found, by where
     _counted: EngineStats = NO_STATS  # up to these
 
     def observe(self, stats: EngineStats, step_tokens: int) -> None:
@@ -227,12 +231,19 @@ class _Engine:
         self.preemptions.inc(said.preemptions - before.preemptions)
         self.queries.inc(said.prefix_queries - before.prefix_queries)
         hits, loads = said.prefix_hits - before.prefix_hits, said.prefix_loads - before.prefix_loads
+        fetches = said.prefix_fetches - before.prefix_fetches
         self.hits.inc(hits)
-        self.device_hits.inc(max(0, hits - loads))
-        if said.tiers:
-            past = {tier.name: tier for tier in before.tiers}
-            for tier in said.tiers:
-                self.below[tier.name].count(tier, past.get(tier.name) or TierStats(tier.name))
+        past = {tier.name: tier for tier in before.tiers}
+        found = {DEVICE: hits - loads - fetches, PEER: fetches}
+        for tier in said.tiers:
+            earlier = past.get(tier.name) or TierStats(tier.name)
+            self.below[tier.name].count(tier, earlier)
+            found[tier.name] = tier.hit_tokens - earlier.hit_tokens
+        self.device_hits.inc(max(0, found[DEVICE]))
+        self.peer_hits.inc(fetches)
+        self.asked += said.prefix_queries - before.prefix_queries
+        for where in (where for where, tokens in found.items() if tokens):
+            self.found[where] = self.found.get(where, 0) + found[where]
         self.drafts.inc(said.drafts - before.drafts)
         self.draft_tokens.inc(said.draft_tokens - before.draft_tokens)
         self.accepted_tokens.inc(said.accepted_tokens - before.accepted_tokens)
@@ -258,7 +269,8 @@ class _EngineSeries:
         self.tiers = self._metric(
             Counter,
             "kv_hit_tokens",
-            "Prompt tokens found in the prefix cache, by tier: all but the device are below it",
+            "Prompt tokens found in the prefix cache, by tier: all but the device are below it; peer is what was "
+            "brought from another instance",
             ["tier"],
         )
         self.moved = self._metric(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
@@ -317,7 +329,8 @@ class _EngineSeries:
             migrating=self.migrating.labels(self._model_name, name),
             queries=self.queries.labels(self._model_name, name),
             hits=self.hits.labels(self._model_name, name),
-            device_hits=self.tiers.labels(self._model_name, name, "device"),
+            device_hits=self.tiers.labels(self._model_name, name, DEVICE),
+            peer_hits=self.tiers.labels(self._model_name, name, PEER),
             below={tier: self._below(name, tier) for tier in BELOW},
             drafts=self.drafts.labels(self._model_name, name),
             draft_tokens=self.draft_tokens.labels(self._model_name, name),
@@ -442,6 +455,42 @@ class _Fleet(Collector):
         return [cost, starts, took, changes]
 
 
+class _Ideal(Collector):
+    """What came, and what of it an ideal cache would have found, as the master counts it.
+
+    Attributes:
+        said: prompt tokens, those that would have been found, and whether these are all; None while no master has said.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.said: tuple[int, int, bool] | None = None
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Family]:
+        if self.said is None:
+            return
+        asked, found, complete = self.said
+        same = "; of the deployment, as its master counts"
+        for name, help, tokens in (
+            ("prefix_ideal_queries", "Prompt tokens that were asked a place for", asked),
+            (
+                "prefix_ideal_hits",
+                "Those of them that a cache without end which all instances share would have found",
+                found,
+            ),
+        ):
+            family = CounterMetricFamily(PREFIX + name, help + same, labels=["model_name"])
+            family.add_metric([self._model_name], tokens)
+            yield family
+        bound = GaugeMetricFamily(
+            PREFIX + "prefix_ideal_is_lower_bound",
+            "1 if there were so many blocks that some are no longer known, and ideal hits are too few" + same,
+            labels=["model_name"],
+        )
+        bound.add_metric([self._model_name], not complete)
+        yield bound
+
+
 class Metrics:
     """The metrics of one served model, in a registry of their own.
 
@@ -463,6 +512,8 @@ class Metrics:
         self.registry.register(self._generated)
         self._fleet = _Fleet(model_name)
         self.registry.register(self._fleet)
+        self._ideal = _Ideal(model_name)
+        self.registry.register(self._ideal)
         self._series = _EngineSeries(model_name, self.registry)
         self._queue = self._series.waiting.labels(model_name, MASTER)
         self._engines = {name: self._series.make(name) for name in engines}
@@ -595,6 +646,15 @@ class Metrics:
         self._count()
         return {name: {"requests": served.judged, "kept": served.kept} for name, served in self._classes.items()}
 
+    def prefixes(self) -> dict[str, Any]:
+        """Prompt tokens that engines have looked up, and those that were found, by where: a tier, or "peer"."""
+        self._count()
+        found: dict[str, int] = {}
+        for engine in self._engines.values():
+            for where, tokens in engine.found.items():
+                found[where] = found.get(where, 0) + tokens
+        return {"prompt_tokens": sum(engine.asked for engine in self._engines.values()), "found_tokens": found}
+
     @_later
     def observe_stats(self, engine: str, stats: EngineStats, step_tokens: int) -> None:
         """Set an engine's load and totals. A total that decreased means that the engine was restarted."""
@@ -628,6 +688,11 @@ class Metrics:
             changes: kind -> how many.
         """
         self._fleet.seconds, self._fleet.starts, self._fleet.changes = instance_seconds, starts, changes
+
+    @_later
+    def observe_ideal(self, prompt_tokens: int, found_tokens: int, complete: bool) -> None:
+        """What an ideal cache would have found; `complete`: whether these are all."""
+        self._ideal.said = prompt_tokens, found_tokens, complete
 
     @_later
     def observe_up(self, engine: str, up: bool) -> None:

@@ -633,6 +633,8 @@ class EngineClient:
         if (fleet := self._placement.fleet) is not None:
             starts = {start.path: (start.count, start.seconds) for start in fleet.starts}
             self._metrics.observe_fleet(fleet.instance_seconds, starts, fleet.changes)
+        if (seen := self._placement.prefixes) is not None:
+            self._metrics.observe_ideal(seen.prompt_tokens, seen.ideal_tokens, seen.complete)
         if self._causes.expire(now):
             self._rescue()
         for flight in list(self.flights.values()):

@@ -140,7 +140,7 @@ def _demand(demand: Demand) -> dict[str, Any]:
         "offline": demand.offline,
         "interrupted": demand.interrupted,
         "cached_tokens": dict(demand.hits),
-        "loaded_tokens": dict(demand.loads),
+        "loaded_tokens": {name: dict(tiers) for name, tiers in demand.loads.items()},
         "excluded": sorted(demand.exclude),
     }
 

@@ -42,6 +42,7 @@ from penstock.core.wire.master import (
     Overview,
     Place,
     Placed,
+    PrefixTotals,
     Queued,
     Relocate,
     RestartInstance,
@@ -50,7 +51,8 @@ from penstock.core.wire.master import (
     StopInstance,
     Troubles,
 )
-from penstock.kv.index import ClusterIndex
+from penstock.kv.ideal import IdealCache
+from penstock.kv.index import DEVICE, ClusterIndex
 from penstock.sched.cluster import (
     ClusterView,
     Decision,
@@ -106,6 +108,7 @@ class Master:
     Attributes:
         joined: the answer to a frontend that registers.
         index: which instance has which prefix, for policies that use it; empty for others.
+        ideal: what a cache without end would have found; None where prompts come without keys.
         wake: when `tick` is to be called without an event; inf for never.
     """
 
@@ -131,6 +134,7 @@ class Master:
         self._mesh = Mesh(self._sessions, everybody=dynamic or policies.scaling is not None)
         self._policies, self._rng, self._recorder = policies, rng, recorder
         self.joined = Joined(incarnation, wants_keys=policies.dispatch.wants_keys)
+        self.ideal = IdealCache() if policies.dispatch.wants_keys else None
         self._frontends: dict[str, float] = {}  # name -> when it was heard
         self._frontend_incarnations: dict[str, int] = {}
         self._queue = WaitQueue()  # online
@@ -156,6 +160,12 @@ class Master:
     def totals(self, now: float) -> FleetTotals:
         """What the instances cost."""
         return self._account.totals(now)
+
+    @property
+    def prefixes(self) -> PrefixTotals | None:
+        """What came, and what of it an ideal cache would have found."""
+        ideal = self.ideal
+        return None if ideal is None else PrefixTotals(ideal.prompt_tokens, ideal.found_tokens, ideal.complete)
 
     def tick(self, now: float, happening: Happening | None = None) -> list[Action]:
         """Handle an event, or the passing of time. Call it periodically, with or without an event.
@@ -260,6 +270,8 @@ class Master:
             case Stopped() if session is not None and event.incarnation == session.peer.incarnation:
                 return self._leave(name, "it was stopped")
             case CacheDelta() if session is not None and event.incarnation == session.peer.incarnation:
+                if self.ideal is not None and event.tier == DEVICE:
+                    self.ideal.learn(event.added)
                 if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
                     session.asked = now
                     return [ToEngine(name, AskCache(event.incarnation))]
@@ -300,6 +312,8 @@ class Master:
         for sequence in self._unplaceable.values():  # this incarnation has failed none of them
             sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
         self.index.forget(name)
+        if ready.store:
+            self.index.share(name, ready.store)
         session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
         self._account.came(name, ready.weights_from)
         self._roster.sessions_changed()
@@ -330,7 +344,9 @@ class Master:
                     self._frontend_incarnations[name] = incarnation
                     self._forget(now, {name})
                 refused = [Notice(f"{name} speaks protocol {protocol}, the master {PROTOCOL}")] * (protocol != PROTOCOL)
-                joined = msgspec.structs.replace(self.joined, waiting=self.waiting, fleet=self._account.totals(now))
+                joined = msgspec.structs.replace(
+                    self.joined, waiting=self.waiting, fleet=self._account.totals(now), prefixes=self.prefixes
+                )
                 return [*refused, ToFrontend(name, joined)]  # with the protocol, on which it ends itself
             case Place():
                 return self._enqueue(now, name, message)
@@ -379,6 +395,8 @@ class Master:
         if waiting is not None and waiting.place.generation == place.generation:
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         known = before or waiting
+        if self.ideal is not None and known is None and not place.interrupted:
+            self.ideal.ask(place.keys, place.prompt_tokens)
         self._end(now, key)
         demand = self._demand(now, key, place)
         sequence = Tracked(
@@ -450,14 +468,17 @@ class Master:
         )
         return self._sources.with_brought(now, demand, place.keys) if place.interrupted else demand
 
-    def _match(self, place: Place) -> tuple[dict[str, int], dict[str, int]]:
-        """For each instance, a prompt's cached tokens, and how many of them are not on its device."""
+    def _match(self, place: Place) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+        """For each instance, a prompt's cached tokens, and how many of them are in which tier below its device."""
         if not place.keys:
             return {}, {}
         found = self.index.match(place.keys)
         hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in found.items()}
-        loads = self.index.loads(place.keys, found)
-        return hits, {name: min(blocks * BLOCK_TOKENS, hits[name]) for name, blocks in loads.items()}
+        loads = {
+            name: {tier: min(blocks * BLOCK_TOKENS, hits[name]) for tier, blocks in below.items()}
+            for name, below in self.index.loads(place.keys, found).items()
+        }
+        return hits, loads
 
     def _decide(self, now: float, actions: list[Action]) -> None:
         """Ask the policy for decisions until it returns none, and add their actions."""
@@ -814,6 +835,7 @@ class Master:
             instances=instances,
             fleet=self._account.totals(now),
             stages=[] if self._scaler is None else [stage_overview(verdict) for verdict in self._scaler.verdicts],
+            prefixes=self.prefixes,
             **msgspec.structs.asdict(rates),
         )
 

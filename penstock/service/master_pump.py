@@ -35,6 +35,7 @@ from penstock.core.wire.master import (
     Outcome,
     Overview,
     Place,
+    PrefixTotals,
     RestartInstance,
     Settled,
     StartInstance,
@@ -251,6 +252,10 @@ class LocalPlacement:
     @property
     def waiting(self) -> int:
         return self._pump.master.waiting
+
+    @property
+    def prefixes(self) -> PrefixTotals | None:
+        return self._pump.master.prefixes
 
     @property
     def fleet(self) -> FleetTotals:

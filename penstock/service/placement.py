@@ -31,6 +31,7 @@ from penstock.core.wire.master import (
     Overview,
     Place,
     Placed,
+    PrefixTotals,
     Queued,
     Relocate,
     Settled,
@@ -60,6 +61,10 @@ class Placement(Protocol):
     """
 
     troubles: Mapping[str, str]
+
+    @property
+    def prefixes(self) -> PrefixTotals | None:
+        """What an ideal cache would have found; None while that is not known."""
 
     @property
     def fleet(self) -> FleetTotals | None:
@@ -148,6 +153,7 @@ class RemotePlacement:
         self._ticked = clock.now()
         self._said_waiting = 0
         self.fleet: FleetTotals | None = None
+        self.prefixes: PrefixTotals | None = None
         self.wants_keys = False
         self.troubles: Mapping[str, str] = {}
         self._asked: dict[str, _Question] = {}  # by request id
@@ -283,7 +289,7 @@ class RemotePlacement:
                 back, self._absent, self._heard = bool(self._absent), "", now
                 self._missed = float("inf")
                 self.wants_keys, self._said_waiting = message.wants_keys, message.waiting
-                self.troubles, self.fleet = message.troubles, message.fleet
+                self.troubles, self.fleet, self.prefixes = message.troubles, message.fleet, message.prefixes
                 self.registry.expect(message.incarnation, message.members)
                 if back:
                     for question in self._asked.values():

@@ -113,7 +113,7 @@ class LoadRecord(FlightRecord, frozen=True):
 class DemandRecord(FlightRecord, frozen=True):
     """
     Attributes:
-        loads: of the hits; older recordings have none.
+        loads: of the hits, by tier; older recordings have none, or tokens of one tier.
     """
 
     number: int
@@ -121,7 +121,7 @@ class DemandRecord(FlightRecord, frozen=True):
     values: list[Any]
     hits: dict[int, int]
     exclude: list[int]
-    loads: dict[int, int] = msgspec.field(default_factory=dict)
+    loads: dict[int, dict[str, int] | int] = msgspec.field(default_factory=dict)
 
 
 class HeldRecord(FlightRecord, frozen=True):
@@ -341,7 +341,7 @@ class RecordEncoder:
                 list(_demand_values(demand)),
                 {self._instance(name, out): tokens for name, tokens in hits.items()},
                 [self._instance(name, out) for name in sorted(demand.exclude)],
-                {self._instance(name, out): tokens for name, tokens in demand.loads.items() if name in hits},
+                {self._instance(name, out): dict(tiers) for name, tiers in demand.loads.items() if name in hits},
             )
         )
         return number
@@ -451,7 +451,10 @@ class RecordDecoder:
         return Demand(
             key=record.key,
             hits={self._instances[number]: tokens for number, tokens in record.hits.items()},
-            loads={self._instances[number]: tokens for number, tokens in record.loads.items()},
+            loads={
+                self._instances[number]: {"host": tiers} if isinstance(tiers, int) else tiers
+                for number, tiers in record.loads.items()
+            },
             exclude=frozenset(self._instances[number] for number in record.exclude),
             **_known(began.demand, record.values, DEMAND),
         )

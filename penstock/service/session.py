@@ -295,6 +295,7 @@ class InstanceSession:
             interval=_seconds(None if seen is None else seen.interval_ms),
             ttft_measured=_seconds(None if seen is None else seen.ttft_ms),
             fetch_ms=None if seen is None else seen.fetch_ms,
+            load_ms={} if seen is None else seen.load_ms,
             peers=self.peers,
             unlinked=self.unlinked,
         )

@@ -65,7 +65,8 @@ from penstock.sim.hosts import Hosts
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
-from penstock.sim.wires import HostWay, MemoryCarrier, PeerArrival, Wires
+from penstock.sim.store import SharedTier
+from penstock.sim.wires import MemoryCarrier, PeerArrival, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
 FRONTEND = "frontend-0"
@@ -127,6 +128,8 @@ class Cluster:
         self._wires = Wires(scenario.transport)
         self.places = make_slots(groups, scenario.scaling)
         self._hosts = Hosts(scenario.scaling, self.places)
+        remote = max(group.remote_blocks for group in groups)
+        self._store = SharedTier(remote) if remote else None
         self._depot: Depot | None = None
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
@@ -314,6 +317,7 @@ class Cluster:
             shape=group.times.shape,
             max_sequences=group.max_num_seqs,
             weights_from=path,
+            store="" if self._store is None else self._store.name,
         )
         source, blocks = self._blocks(place)
         scheduler = self._scheduler(group, BlockPool(blocks, source))
@@ -327,7 +331,7 @@ class Cluster:
             report_interval=self._scenario.report_interval,
             lease=self._scenario.transport.lease,
             tells_cache=self.master.joined.wants_keys or bool(self._scenario.failures),
-            way=HostWay(group.times, group.slowdown) if scheduler.offload is not None else None,
+            ways={tier: TierWay(seconds * group.slowdown) for tier, seconds in group.tier_seconds.items()},
             strides=self._strides,
         )
         self.frontend.greet(ready)
@@ -347,9 +351,21 @@ class Cluster:
             root=self._root,
             prefix_cache=group.prefix_cache,
             policy=ENGINE_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
-            offload=Offload(pool, [Lane(Tier(group.host_blocks), mirrors=True)]) if group.host_blocks else None,
+            offload=Offload(pool, lanes) if (lanes := self._lanes(group)) else None,
             windows=group.windows,
         )
+
+    def _lanes(self, group: InstanceGroup) -> list[Lane]:
+        """To its tiers below the device."""
+        seconds = group.tier_seconds
+        lanes = []
+        if group.host_blocks:
+            lanes.append(Lane(Tier(group.host_blocks), mirrors=True))
+        if group.disk_blocks:
+            lanes.append(Lane(Tier(group.disk_blocks, "disk"), seconds["disk"]))
+        if self._store is not None:
+            lanes.append(Lane(self._store, seconds["remote"]))
+        return lanes
 
     def _blocks(self, place: InstanceSlot) -> tuple[DepotSource | None, Iterable[int]]:
         count = place.group.num_blocks

@@ -8,6 +8,7 @@ it is being handed over, since others know nothing of those before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,11 +44,13 @@ from penstock.core.wire.handoff import Committed, Missing, PeerMessage, Push, Re
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON, STOPS_IN
+from penstock.sched.local.offload import Store
 from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
+from penstock.sim.store import SharedTier
 from penstock.sim.traffic import STOP, own_token
-from penstock.sim.wires import HostWay, LoadedBlocks, MemoryCarrier, PeerArrival
+from penstock.sim.wires import LoadedBlocks, MemoryCarrier, PeerArrival, TierWay
 
 IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
 IDLE = 0  # the lane of idle reports; see `Due`
@@ -99,7 +102,7 @@ class SimInstance:
         report_interval: seconds between snapshots while the load changes.
         lease: seconds of silence after which a hand-off is over.
         tells_cache: whether the master looks at what comes and goes in the cache.
-        way: to the host's memory; None when the scheduler has no tier there.
+        ways: tier below its device -> the way there; the scheduler has the same tiers.
         strides: whether equal steps are taken together; without, the same comes out more slowly.
 
     Attributes:
@@ -118,10 +121,12 @@ class SimInstance:
         report_interval: float,
         lease: float,
         tells_cache: bool = True,
-        way: HostWay | None = None,
+        ways: Mapping[str, TierWay] | None = None,
         strides: bool = True,
     ) -> None:
-        assert (way is None) == (scheduler.offload is None)
+        self._lanes = () if scheduler.offload is None else scheduler.offload.lanes
+        self._ways = dict(ways or {})
+        assert self._ways.keys() == {lane.name for lane in self._lanes}
         self.ready, self.name = ready, ready.peer.name
         self.scheduler = scheduler
         self.intake = Intake(ready.peer, ready.role, scheduler)
@@ -131,7 +136,6 @@ class SimInstance:
         self.steps = 0
         self.busy = 0.0
         self._carrier, self._pace, self._post, self._lengths = carrier, pace, post, lengths
-        self._way = way
         self._report_interval, self._tick_every = report_interval, lease / TICKS
         self._strides, self._tells_cache = strides, tells_cache
         self._incarnation = ready.peer.incarnation
@@ -143,7 +147,8 @@ class SimInstance:
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
         self._snapshots = 0
-        self._deltas = {"device": 0, "host": 0}  # by tier
+        self._deltas = Counter[str]()  # by tier
+        self._arriving: dict[int, int] = {}  # loads under way, and their blocks
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
         self._told = self.intake.snapshot()  # the load as the master was told
         self._looked_at = self._told_at = self._ticked_at = -inf
@@ -167,6 +172,7 @@ class SimInstance:
     def stop(self, now: float) -> dict[str, OutputBatch]:
         """Fail. Returns the outputs up to now, as clients had received every token as soon as it was sampled."""
         self._stopped = now
+        self._leave_store()
         self.intake.handoffs = None  # breaks a reference cycle
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
@@ -264,10 +270,11 @@ class SimInstance:
         self._copy(now)
         self._send_peers(now)
         wake = self._stride.end if self._stride is not None else self._next_due()
-        if self._stride is None and self._way is not None and self.scheduler.has_work:
-            wake = min(wake, self._way.next_store)  # a sequence may wait for blocks that are being copied
+        if self._stride is None and self._ways and self.scheduler.has_work:
+            # a sequence may wait for blocks that are being copied
+            wake = min(wake, *(way.next_store for way in self._ways.values()))
         # whatever comes or begins makes the load unknown
-        if self._told_at == now and self._load is not None and not self.handoffs.busy and self._way is None:
+        if self._told_at == now and self._load is not None and not self.handoffs.busy and not self._ways:
             return self._say(self._rest_until(now + self._idle_report))
         return self._wait_until(max(now, wake))
 
@@ -311,7 +318,7 @@ class SimInstance:
         alike = self._strides and not plan.work.prefills  # the steps after it may be
         repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
         until = self._next_due() if repeats else now
-        to_end = self._way is None  # else blocks are to be copied before it
+        to_end = not self._ways  # else blocks are to be copied before it
         self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until, to_end=to_end)
 
     def _goes_on(self, stride: Stride) -> bool:
@@ -397,18 +404,40 @@ class SimInstance:
             )
 
     def _copy(self, now: float) -> None:
-        """Between the device and the host's memory. That a store is over is seen between steps, as only then its blocks
-        are needed; and of blocks that decoding fills in a stride the stores begin when it is recorded."""
+        """Between the device and the tiers below it. That a store is over is seen between steps, as only then its
+        blocks are needed; and of blocks that decoding fills in a stride the stores begin when it is recorded."""
         offload = self.scheduler.offload
-        if self._way is None or offload is None:
+        if offload is None:
             return
-        for number in self._way.stored(now):
-            self.scheduler.stored(number)
-        for arrival in self._way.send(now, offload.take_orders()):
-            self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._loaded, arrival)))
+        for way in self._ways.values():
+            for number in way.stored(now):
+                self.scheduler.stored(number)
+        orders = offload.take_orders()
+        for tier, way in self._ways.items():
+            for arrival in way.send(now, (order for order in orders if order.tier == tier)):
+                self._arriving[arrival.number] = arrival.blocks
+                self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._loaded, arrival)))
 
     def _loaded(self, arrival: LoadedBlocks, now: float) -> list[Due]:
         return self.deliver(now, [arrival])
+
+    def _leave_store(self) -> None:
+        """It has failed: what it was about to write is not there, and nobody reads for it."""
+        offload = self.scheduler.offload
+        shared = [lane.tier for lane in self._lanes if isinstance(lane.tier, SharedTier)]
+        if offload is None or not shared:
+            return
+        for order in offload.take_orders():
+            if isinstance(order, Store):
+                offload.stored(order.number, whole=False)
+            else:
+                self._arriving[order.number] = len(order.moves)
+        for number in [number for way in self._ways.values() for number in way.cut()]:
+            offload.stored(number, whole=False)
+        for number, blocks in self._arriving.items():
+            offload.loaded(number, blocks)
+        for tier in shared:
+            tier.leave(self.name)
 
     # --- by the clock
 
@@ -436,8 +465,10 @@ class SimInstance:
             self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))
         added, removed = self.scheduler.pool.take_changes()
         self._tell_cache(now, "device", [p.key for p in added if p.told], removed)
-        for lane in () if self.scheduler.offload is None else self.scheduler.offload.lanes:
-            self._tell_cache(now, lane.name, *lane.tier.take_changes())
+        for lane in self._lanes:
+            tier = lane.tier
+            changes = tier.changes_of(self.name) if isinstance(tier, SharedTier) else tier.take_changes()
+            self._tell_cache(now, lane.name, *changes)
 
     def _next_snapshot(self) -> Snapshot:
         self._snapshots += 1
@@ -453,11 +484,16 @@ class SimInstance:
         """Everything that can be found, numbered like the last delta, so that the next one follows it."""
         self.scheduler.pool.take_changes()
         found = {"device": self.scheduler.pool.keys()}
-        for lane in () if self.scheduler.offload is None else self.scheduler.offload.lanes:
-            lane.tier.take_changes()
-            found[lane.name] = lane.tier.keys()
-        for tier, keys in found.items():
-            delta = CacheDelta(self._incarnation, self._deltas[tier], keys, [], tier, whole=True)
+        for lane in self._lanes:
+            tier = lane.tier
+            if isinstance(tier, SharedTier):
+                tier.changes_of(self.name)
+                found[lane.name] = tier.keys_of(self.name)
+            else:
+                tier.take_changes()
+                found[lane.name] = tier.keys()
+        for name, keys in found.items():
+            delta = CacheDelta(self._incarnation, self._deltas[name], keys, [], name, whole=True)
             self._news.append(self._post.to_master(now, self.name, delta))
 
     # --- messages
@@ -485,6 +521,7 @@ class SimInstance:
             case PeerArrival():
                 self.handoffs.on(now, letter)
             case LoadedBlocks():
+                del self._arriving[letter.number]
                 self.scheduler.loaded(letter.number, letter.blocks, letter.seconds)
             case PeerLost(peer=peer, reason=reason):
                 self.handoffs.lost(peer, for_good=False)

@@ -95,8 +95,10 @@ def _run_numbers(result: Result) -> Iterator[tuple[str, str]]:
         yield "offline tokens/s", short(result["offline_tokens_per_s"])
     if result.get("prompt_tokens"):
         yield "of prompt tokens reused", _percent(result["reused_tokens"] / result["prompt_tokens"])
+        if result.get("share_of_ideal") is not None:
+            yield "of what a cache without end finds", _percent(result["share_of_ideal"])
         if result.get("loaded_tokens"):
-            yield "loaded from hosts' memory", _percent(result["loaded_tokens"] / result["prompt_tokens"])
+            yield "loaded from below the devices", _percent(result["loaded_tokens"] / result["prompt_tokens"])
     yield "instance-seconds", short(result.get("instance_seconds"))
     if result.get("failed"):
         yield "requests failed", f"{result['failed']:,}"
@@ -385,9 +387,10 @@ COLUMNS = {
     "instance_seconds": "instance-s",
     "offline_tokens_per_s": "offline tokens/s",
     "reused_tokens": "reused tokens",
+    "share_of_ideal": "of the ideal",
     "share_of_bound": "of the bound",
 }
-SHARES = ("attainment", "share_of_bound")
+SHARES = ("attainment", "share_of_ideal", "share_of_bound")
 
 
 def compare_rows(policies: Result) -> tuple[list[str], list[list[str]]]:

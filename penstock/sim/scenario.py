@@ -72,7 +72,9 @@ class InstanceGroup:
         times: of its steps, without slowdown and noise; with factors where steps were measured; policies and schedulers
             do not know them, but learn them.
         num_blocks: of KV, for each instance.
-        host_blocks: for each, of a tier of KV in its host's memory; 0 is none.
+        host_blocks, disk_blocks: for each, of tiers of KV in its host's memory and on a disk; 0 is none.
+        remote_blocks: of a store that all share; 0 is none.
+        disk_bandwidth, remote_bandwidth: bytes per second there and back, each by itself, of each instance.
         token_budget: tokens in one step.
         limit: of a step's time, before the slowdown.
         slowdown: factor on all times, unknown to policies.
@@ -97,6 +99,10 @@ class InstanceGroup:
     noise: float
     prefix_cache: bool
     host_blocks: int = 0
+    disk_blocks: int = 0
+    remote_blocks: int = 0
+    disk_bandwidth: float = 1.0
+    remote_bandwidth: float = 1.0
     kv_cache_dtype: str = "auto"
     scheduling_policy: str | None = None
     step_time_error: float = 1.0
@@ -116,6 +122,16 @@ class InstanceGroup:
     def windows(self) -> Windows:
         """Of the groups of layers, each of which has blocks of its own."""
         return windows_of(self.times.shape.kv_groups)
+
+    @property
+    def tier_seconds(self) -> dict[str, float]:
+        """Tier below the device -> what a block takes, either way."""
+        ways = {
+            "host": (self.host_blocks, self.times.device.host_bandwidth),
+            "disk": (self.disk_blocks, self.disk_bandwidth),
+            "remote": (self.remote_blocks, self.remote_bandwidth),
+        }
+        return {tier: self.block_bytes / bandwidth for tier, (blocks, bandwidth) in ways.items() if blocks}
 
     @property
     def block_bytes(self) -> int:
@@ -486,15 +502,24 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         "slowdown": options["slowdown"],
         "noise": options["noise"],
         "prefix_cache": options["enable_prefix_caching"],
-        "host_blocks": tier_blocks(
-            options["host_cache_memory"],
-            shape.block_bytes,
-            prefix_cache=options["enable_prefix_caching"],
-        ),
+        **{
+            f"{tier}_blocks": tier_blocks(
+                options[option.replace("-", "_")],
+                shape.block_bytes,
+                prefix_cache=options["enable_prefix_caching"],
+                option=option,
+            )
+            for tier, option in TIER_SIZES.items()
+        },
+        "disk_bandwidth": options["disk_cache_gbps"] * 1e9 / 8,
+        "remote_bandwidth": options["remote_cache_gbps"] * 1e9 / 8,
         "scheduling_policy": options["scheduling_policy"],
         "step_time_error": options["step_time_error"],
         "devices": options["tensor_parallel_size"],
     }
+
+
+TIER_SIZES = {"host": "host-cache-memory", "disk": "disk-cache-size", "remote": "remote-cache-size"}
 
 
 def _names(settings: Iterable[Setting]) -> list[str]:

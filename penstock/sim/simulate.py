@@ -16,6 +16,7 @@ from penstock.sched.cluster import Random
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.policies import Circumstances
 from penstock.sim.baselines import POLICIES
+from penstock.sim.bound import reusable_by_request
 from penstock.sim.cluster import Cluster
 from penstock.sim.frontend import SimRecord
 from penstock.sim.result import Account, account_of, joined_accounts, kept, summarise
@@ -128,18 +129,22 @@ class Simulated:
 
     Attributes:
         native_rate, cut: see `Traffic`.
+        reusable: prompt tokens that a cache without end which all instances share would have found.
         complete: whether it was not given up.
     """
 
     account: Account
     native_rate: float
     cut: int
+    reusable: int
     complete: bool
 
 
 def result_of(parts: Sequence[Simulated], variant: str, *, seed: int, scale: float) -> dict[str, Any]:
-    """Of all slices of a simulation, in order."""
-    native_rate = parts[0].native_rate
+    """Of all slices of a simulation, in order. `reusable_tokens`: that a cache without end would have found of prompts;
+    `share_of_ideal`: how many of these were."""
+    native_rate, reusable = parts[0].native_rate, sum(part.reusable for part in parts)
+    summary = summarise(joined_accounts([part.account for part in parts]))
     return {
         "policy": variant,
         "seed": seed,
@@ -147,7 +152,9 @@ def result_of(parts: Sequence[Simulated], variant: str, *, seed: int, scale: flo
         "rate": native_rate * scale if math.isfinite(native_rate) else None,
         "complete": all(part.complete for part in parts),
         "cut": sum(part.cut for part in parts),
-        **summarise(joined_accounts([part.account for part in parts])),
+        "reusable_tokens": reusable,
+        "share_of_ideal": summary["reused_tokens"] / reusable if reusable else None,
+        **summary,
     }
 
 
@@ -197,7 +204,9 @@ def _simulate(
         since=part.begin - part.since,
         until=part.end - part.since,
     )
-    done = Simulated(account_of(cluster, part), traffic.native_rate, traffic.cut, cluster.over)
+    found = zip(requests, reusable_by_request(requests), strict=True)
+    reusable = sum(min(tokens, r.prompt_tokens - 1) for r, tokens in found if r.number in cluster.judged)
+    done = Simulated(account_of(cluster, part), traffic.native_rate, traffic.cut, reusable, cluster.over)
     cluster.settle(scenario.transport.lease)
     cluster.check()
     return done, cluster

@@ -1,4 +1,4 @@
-"""Latencies of messages and blocks: between instances, and between a device and its host's memory."""
+"""Latencies of messages and blocks: between instances, and between a device and the tiers below it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from penstock.core.wire.handoff import Commit, PeerMessage, Push
 from penstock.kv.connector import Moved
 from penstock.kv.depot import DepotSource
 from penstock.sched.local.offload import Order, Store
-from penstock.sched.steptime import StepTime
 
 TransportKind = Literal["shared", "copy"]
 
@@ -120,15 +119,15 @@ class LoadedBlocks(NamedTuple):
     seconds: float
 
 
-class HostWay:
-    """Of one instance.
+class TierWay:
+    """Between one instance's device and a tier below it.
 
     Args:
-        slowdown: factor on all times.
+        seconds: that a block takes, either way.
     """
 
-    def __init__(self, times: StepTime, slowdown: float) -> None:
-        self._block = times.load_blocks_ms(1) / 1e3 * slowdown
+    def __init__(self, seconds: float) -> None:
+        self._block = seconds
         self._in_free = self._out_free = 0.0  # when each way is
         self._stores: deque[tuple[float, int]] = deque()  # (over, number), in order
 
@@ -151,6 +150,11 @@ class HostWay:
         while self._stores and self._stores[0][0] <= now:
             over.append(self._stores.popleft()[1])
         return over
+
+    def cut(self) -> list[int]:
+        """Stores that will never be completed."""
+        stores, self._stores = self._stores, deque()
+        return [number for _, number in stores]
 
     @property
     def next_store(self) -> float:

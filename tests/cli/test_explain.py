@@ -113,14 +113,14 @@ def test_a_narrow_terminal_loses_nothing(recording, capsys, monkeypatch):
 
 def test_what_is_loaded_is_told_where_there_is_any(tmp_path, recording, capsys):
     def tell(recorder):
-        asked = demand("x-00000000", hits={"below": 960, "device": 960}, loads={"below": 832})
+        asked = demand("x-00000000", hits={"below": 960, "device": 960}, loads={"below": {"host": 320, "disk": 512}})
         view = ClusterView(now=1.0, instances=[load("below"), load("device")], queue=[asked])
         chosen = decision(asked, "below", costs={"below": 2.0, "device": 1.0})
         recorder.decided(1.0, view, asked, "x-00000000", "f", chosen)
 
     file = write(tmp_path / "r", tell)
     (sequence,) = as_json(capsys, "x", "--file", file)["sequences"]
-    assert sequence["demand"]["loaded_tokens"] == {"below": 832}
+    assert sequence["demand"]["loaded_tokens"] == {"below": {"host": 320, "disk": 512}}
     below, device = sequence["placements"][0]["stages"]["prefill"]
     assert (below["cached_tokens"], below["loaded_tokens"], device["loaded_tokens"]) == (960, 832, 0)
     assert below["ms"] > device["ms"]

@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.cli.top import SHOWN, Look, screen, watch
 from penstock.core.clock import ManualClock
 from penstock.core.errors import Unavailable
-from penstock.core.wire.master import FleetTotals, InstanceOverview, Overview, StageOverview, StartTotals
+from penstock.core.wire.master import FleetTotals, InstanceOverview, Overview, PrefixTotals, StageOverview, StartTotals
 from penstock.sched.cluster import Start
 from penstock.service.overview import history_of, with_decisions
 from penstock.service.recorder import FlightRecorder
@@ -41,10 +41,11 @@ def content(generated=1000, instances=None, stages=(), **frontend):
     counts = {"frontends": 2, "waiting": 4, "offline_waiting": 5, "unplaceable": 1, "placed": 1234}
     rates = {"window": 10.0, "arrivals": 50, "completions": 40, "attained": 39}
     fleet = FleetTotals(1234.5, 3, [StartTotals("map", 2, 3.0), StartTotals("checkpoint", 1, 9.0)])
-    seen = {"instances": rows, "fleet": fleet, "stages": list(stages)}
+    seen = {"instances": rows, "fleet": fleet, "stages": list(stages), "prefixes": PrefixTotals(9000, 4500)}
     master = Overview(**counts, **rates, prompt_tokens=812.5, output_tokens=203.0, **seen)
     mine = {"sequences": 17, "queued_tokens": 0, "generated_tokens": generated, "troubles": {}}
     mine["attainment"] = {"online": {"requests": 1000, "kept": 982}, "offline": {"requests": 0, "kept": 0}}
+    mine["prefixes"] = {"prompt_tokens": 8000, "found_tokens": {"device": 3200, "disk": 400, "peer": 0}}
     shown = msgspec.to_builtins(with_decisions(master, recorder(), wall))
     return {"at": "2026-11-25T03:31:12.000Z", "model": "m[1]", "frontend": mine | frontend, "master": shown}
 
@@ -62,6 +63,7 @@ def test_a_look():
         "4 online and 5 offline in its queue, 1 that no instance can take; 1,234 placed; 2 frontends",
         "5.0 requests/s of 812 tokens came, 4.0 of 203 ended, 97.5% within targets",
         "17 sequences; within targets: online 98% of the last 1,000\n",
+        "prompts: 45% of 8,000 tokens were cached (device 40%, disk 5%); a cache without end would have had 50%\n",
         "any: 1 ready; 3 running, 0 waiting, KV 25% of 8 blocks",
         "prefill: 1 ready, 1 absent; 0 running, 2 waiting, KV - of 0 blocks",
         "free > busy",
@@ -72,6 +74,12 @@ def test_a_look():
     ):
         assert words in shown
     assert "stays" not in shown, "of sequences only those that go on elsewhere"
+    bounded = content()
+    bounded["master"]["prefixes"]["complete"] = False
+    assert "would have had at least 50%\n" in text(Look("http://h", bounded, 7.0))
+    unknown = content(prefixes={"prompt_tokens": 0, "found_tokens": {}})
+    unknown["master"]["prefixes"] = None  # the policy does not look at prefixes
+    assert "prompts: - of 0 tokens were cached\n" in text(Look("http://h", unknown, 7.0))
     assert re.search(r"a\[b] +ready +3 +0 +0 +0 +25% +12.3 +- +-", shown)
     assert re.search(r"p-0 +ready +0 +2 +5,000 +0 +- +- +- +- +1 +0", shown), "what leaves and comes, where any does"
     assert shown.index("three-aaaaaaaa") < shown.index("one-0badc0de"), "the newest first"

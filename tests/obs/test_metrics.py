@@ -235,6 +235,28 @@ def test_what_the_instances_cost_and_how_they_were_started() -> None:
         assert value(metrics, "instance_start_seconds_total", path=path) == seconds
 
 
+def test_what_an_ideal_cache_would_have_found() -> None:
+    metrics = Metrics("m", ["e"])
+    assert not [name for name, _ in samples(metrics) if "ideal" in name], "no master has said"
+    metrics.observe_ideal(1000, 640, True)
+    metrics.observe_ideal(2000, 704, False)
+    assert value(metrics, "prefix_ideal_queries_total") == 2000
+    assert value(metrics, "prefix_ideal_hits_total") == 704
+    assert value(metrics, "prefix_ideal_is_lower_bound") == 1
+
+
+def test_where_prompts_were_found_by_engine_and_in_all() -> None:
+    metrics = Metrics("m", ["a", "b"])
+    tiers = TierStats("host", hit_tokens=96), TierStats("disk", hit_tokens=32)
+    said = stats(prefix_queries=1000, prefix_hits=640, prefix_loads=128, prefix_fetches=64, tiers=tiers)
+    metrics.observe_stats("a", said, 0)
+    metrics.observe_stats("a", stats(prefix_queries=100, prefix_hits=64), 0)  # it was restarted
+    metrics.observe_stats("b", stats(prefix_queries=10), 0)
+    found = {"device": 512, "host": 96, "disk": 32, "peer": 64}
+    assert {tier: value(metrics, "kv_hit_tokens_total", engine="a", tier=tier) for tier in found} == found
+    assert metrics.prefixes() == {"prompt_tokens": 1110, "found_tokens": found}
+
+
 def test_series_of_engines_say_that_every_frontend_shows_the_same() -> None:
     metrics = Metrics("m", ["e"])
     metrics.observe_weights("e", "checkpoint", 2.0)

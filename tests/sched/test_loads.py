@@ -19,7 +19,7 @@ PROMPT, HIT = 32768, 32704  # tokens; they take 0.6 s to compute and 0.09 s to l
 SLOW = StepTime(replace(TIMES.device, host_bandwidth=TIMES.device.host_bandwidth / 40), TIMES.shape)
 
 
-def decide(name, instances, hits=(), loads=()):
+def decide(name, instances, hits=(), loads=(), tier="host"):
     """Who prefills a prompt, with a hit on some of which some have it below the device."""
     one = demand(
         "r",
@@ -28,16 +28,33 @@ def decide(name, instances, hits=(), loads=()):
         ttft=5.0,
         tpot=0.05,
         hits=dict.fromkeys(hits, HIT),
-        loads=dict.fromkeys(loads, HIT),
+        loads={key: {tier: HIT} for key in loads},
     )
     view = ClusterView(now=NOW, instances=instances, queue=(one,), rates=Rates(output_tokens=30.0))
     return POLICIES[name]().decide(view, random.Random(0)), view
 
 
 def test_what_there_is_to_load():
-    one = demand("r", 100, hits={"a": 64, "b": 64}, loads={"a": 64})
-    assert [one.to_load(name) for name in "abc"] == [64, 0, 0]
-    assert instance("a").load_seconds(64) == pytest.approx(TIMES.load_ms(64) / 1e3)
+    one = demand("r", 300, hits={"a": 256, "b": 64}, loads={"a": {"host": 64, "disk": 128}})
+    assert [one.to_load(name) for name in "abc"] == [192, 0, 0]
+    assert instance("b").load_seconds(one) == 0.0
+    assert instance("a").load_seconds(one) == pytest.approx(TIMES.load_ms(192) / 1e3), "nothing is measured"
+    slower = instance("a", load_ms={"host": 1.0, "disk": 8.0, "remote": 100.0})
+    assert slower.load_seconds(one) == pytest.approx(1.0e-3 + 2 * 8.0e-3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_tier_costs_what_its_instance_measures_of_it(name):
+    measured = {"host": 64 * 1e3 / HIT * 0.05, "disk": 64 * 1e3 / HIT * 0.2, "remote": 64 * 1e3 / HIT * 2.0}
+    instances = [instance("below", load_ms=measured), instance("none")]
+    costs = {}
+    for tier, seconds in (("host", 0.05), ("disk", 0.2)):
+        decision, view = decide(name, instances, hits=["below"], loads=["below"], tier=tier)
+        assert instances[0].load_seconds(view.queue[0]) == pytest.approx(seconds)
+        assert decision.prefill == "below"
+        costs[tier] = decision.costs["prefill"]["below"]
+    assert costs["disk"] - costs["host"] == pytest.approx(150, abs=1)
+    assert decide(name, instances, hits=["below"], loads=["below"], tier="remote")[0].prefill == "none"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -46,7 +63,7 @@ def test_a_device_goes_before_what_is_below_it_and_that_before_computing(name):
     instances = [instance(n) for n in names]
     decision, view = decide(name, instances, hits=["below", "device"], loads=["below"])
     assert decision.prefill == "device"
-    costs, loading = decision.costs["prefill"], instances[0].load_seconds(HIT) * 1e3
+    costs, loading = decision.costs["prefill"], TIMES.load_ms(HIT)
     assert loading > 50
     assert costs["below"] == pytest.approx(costs["device"] + loading)
     assert costs["below"] < costs["none"] / 2
@@ -69,4 +86,4 @@ def test_decodes_do_not_slow_a_load_down():
     """As they do a prompt that is prefilled."""
     busy = instance("busy", requests=60, decoding=60, held_tokens=20_000, tpot=0.02)
     there, below = (decide("unified", [busy], ["busy"], loads)[0].predicted_ttft for loads in ((), ["busy"]))
-    assert below - there == pytest.approx(busy.load_seconds(HIT))
+    assert below - there == pytest.approx(TIMES.load_ms(HIT) / 1e3)

@@ -73,7 +73,7 @@ def test_a_hit_is_worth_what_it_saves():
 def test_of_many_with_the_same_hit_those_that_have_it_on_the_device_are_compared():
     names = [f"i{number:02}" for number in range(60)]
     hits = dict.fromkeys(names[-40:], 8128)
-    one = demand("r", 8192, hits=hits, loads=dict.fromkeys(names[-40:-1], 8128))
+    one = demand("r", 8192, hits=hits, loads={key: {"host": 8128} for key in names[-40:-1]})
     assert decide([instance(name) for name in names], one).prefill == names[-1]
 
 
@@ -280,7 +280,7 @@ def test_the_score_weighs_shares_and_not_milliseconds():
 @pytest.mark.parametrize(("hits", "loads", "goes"), [(60, 0, "holder"), (60, 60, "idle"), (10, 0, "idle")])
 def test_what_is_elsewhere_counts_for_everybody_but_less(hits, loads, goes):
     """All can pull what the holder has: what the holder gains by it is (alpha - beta) times its share."""
-    one = demand("r", 100, hits={"holder": hits}, loads={"holder": loads} if loads else {})
+    one = demand("r", 100, hits={"holder": hits}, loads={"holder": {"host": loads}} if loads else {})
     instances = [busy("holder", 0.02), instance("idle"), busy("slow", 0.1)]
     decision = decide(instances, one, policy=make_rtp_llm_score())
     assert decision.prefill == goes

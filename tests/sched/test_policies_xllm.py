@@ -133,9 +133,9 @@ def test_hit_load_and_queue_are_weighed_within_a_pool():
     assert decide(cluster(p0={}, p1={}, **d), one).prefill == "p1"
     assert decide(cluster(p0={}, p1=prefilling(0.1), **d), one).prefill == "p1", "it waits less than it saves"
     assert decide(cluster(p0={}, p1=prefilling(0.9), **d), one).prefill == "p0"
-    slow = replace(one, loads={"p1": 19_200})
+    slow = replace(one, loads={"p1": {"host": 19_200}})
     (holder,) = (i for i in cluster(p1={}) if i.name == "p1")
-    gain = holder.prefill_seconds(20_000) - holder.prefill_seconds(800, 19_200) - holder.load_seconds(19_200)
+    gain = holder.prefill_seconds(20_000) - holder.prefill_seconds(800, 19_200) - holder.load_seconds(slow)
     assert (decide(cluster(p0={}, p1={}, **d), slow).prefill == "p1") == (gain > 0)
     assert gain > 0, "this device loads faster than it computes"
     assert decide(cluster(p0={}, p1={}, **d), replace(one, hits={"d0": 19_200})).prefill == "p0", "pools go before hits"

@@ -16,6 +16,7 @@ from penstock.core.wire.master import (
     Outcome,
     Place,
     Placed,
+    PrefixTotals,
     Queued,
     Relocate,
     RestartInstance,
@@ -385,11 +386,11 @@ def test_what_lies_below_a_device_is_a_hit_that_is_to_be_loaded():
     def seen(name, tokens):
         cluster.place(name, tokens, keys=keys)
         demand = cluster.policy.seen[-1].queue[-1]
-        return dict(demand.hits), dict(demand.loads)
+        return dict(demand.hits), demand.loads
 
-    assert seen("r", 90) == ({"a": 90, "b": 90}, {"a": 64})
+    assert seen("r", 90) == ({"a": 90, "b": 90}, {"a": {"host": 64}})
     cluster.engine("a", CacheDelta(1, 2, [], keys[:1]))
-    assert seen("s", 90) == ({"a": 90, "b": 90}, {"a": 90})  # never more than the prompt has
+    assert seen("s", 90) == ({"a": 90, "b": 90}, {"a": {"host": 90}})  # never more than the prompt has
     cluster.policy.to = "a"
     cluster.did()  # both go there, and bring it to the device
     cluster.policy.to = None
@@ -602,3 +603,36 @@ def test_a_priority_is_worth_targets_where_there_are_none():
     assert [(p.ttft_ms, p.tpot_ms) for p in placed] == [(3000.0, 100.0), (1000.0, 100.0), (700.0, None)]
     cluster.say(Ended(["s"], [Outcome("s", 250.0, None, 50.0, 1)]))
     assert cluster.master._policies.priorities.observed == [(0, 0.25, None, 0.05)]
+
+
+def test_what_an_ideal_cache_would_have_found_is_told_to_frontends_and_operators():
+    cluster = Cluster("a", "b")
+    keys = [bytes([i]) * 16 for i in range(4)]
+    cluster.place("r", 200, keys=keys[:3], patience=9.0)
+    cluster.place("s", 150, keys=keys[:2], patience=9.0)  # all of it came before, although it is computed nowhere
+    cluster.place("s", 150, keys=keys[:2], generation=1, interrupted=True)  # again, which counts once
+    cluster.engine("a", CacheDelta(1, 1, keys, [], whole=True))  # with a block that was generated
+    cluster.place("t", 300, keys=keys, patience=9.0)
+    (joined,) = messages(cluster.say(Join("f", 1)))
+    assert joined.prefixes == PrefixTotals(650, 128 + 256)
+    assert cluster.master.overview(cluster.now).prefixes == joined.prefixes
+
+
+def test_a_store_is_loaded_from_by_all_who_name_it():
+    cluster = Cluster("c")
+    for name in "ab":
+        cluster.did(InstanceJoined(Endpoint(name, "")))
+        cluster.engine(name, ready(name, store="s", max_model_len=1000))
+    keys = [bytes([i]) * 16 for i in range(2)]
+    cluster.engine("a", CacheDelta(1, 1, keys, [], "remote", whole=True))
+    cluster.engine("b", snapshot(1, 1, load_ms={"remote": 7.0}))
+    cluster.place("r", 200, keys=keys)
+    view = cluster.policy.seen[-1]
+    (demand,) = view.queue
+    assert dict(demand.hits) == {"a": 128, "b": 128}
+    assert demand.loads == {"a": {"remote": 128}, "b": {"remote": 128}}
+    (b,) = (load for load in view.instances if load.name == "b")
+    assert b.load_seconds(demand) == pytest.approx(0.014)
+    cluster.engine("b", ChannelLost("gone"))
+    cluster.place("s", 200, keys=keys)
+    assert dict(cluster.policy.seen[-1].queue[-1].hits) == {"a": 128}

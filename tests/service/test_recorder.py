@@ -117,11 +117,12 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
     entries, known, waiting = [], {}, []
     for now in range(data.draw(st.integers(1, 5))):
         for name in data.draw(st.sets(st.sampled_from(names))):
-            given_values = data.draw(values(InstanceLoad, {"name", "role", "times", "peers", "unlinked"}))
+            given_values = data.draw(values(InstanceLoad, {"name", "role", "times", "load_ms", "peers", "unlinked"}))
             factors = data.draw(st.dictionaries(st.sampled_from(["gemm", "overhead"]), st.floats(0.5, 2)))
             known[name] = InstanceLoad(
                 name=name,
                 times=StepTime(DEVICES[data.draw(st.sampled_from(["h200", "l4"]))], GEOMETRIES["qwen3-8b"], factors),
+                load_ms=data.draw(st.dictionaries(st.sampled_from(["host", "disk"]), st.floats(0, 99))),
                 peers=data.draw(st.sets(st.sampled_from(names))) & known.keys(),
                 **given_values,
             )
@@ -132,7 +133,8 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
                 "key": ("f", f"{now}-{number}"),
                 "hits": data.draw(st.dictionaries(st.sampled_from(names), numbers)),
             }
-            fixed["loads"] = {name: data.draw(st.integers(1, max(1, hit))) for name, hit in fixed["hits"].items()}
+            tiers = st.dictionaries(st.sampled_from(["host", "disk", "remote"]), st.integers(1, 99), min_size=1)
+            fixed["loads"] = {name: data.draw(tiers) for name in fixed["hits"]}
             waiting.append(
                 Demand(
                     **fixed,
@@ -205,7 +207,7 @@ def test_a_recording_of_other_fields_can_be_read():
 
 
 def test_what_was_to_be_loaded_comes_back_and_is_nothing_in_older_recordings():
-    entry = decided(chosen="busy", hits={"busy": 960, "free": 960}, loads={"free": 640})
+    entry = decided(chosen="busy", hits={"busy": 960, "free": 960}, loads={"free": {"host": 512, "disk": 128}})
     (again,) = recorded(entry)
     assert again.demand == again.view.queue[0] == entry.demand
     later = first_token(again.view, again.demand, again.view.instances[1])
@@ -221,10 +223,22 @@ def test_what_was_to_be_loaded_comes_back_and_is_nothing_in_older_recordings():
     assert (older.demand.hits, older.demand.loads) == (entry.demand.hits, {})
 
 
+def test_what_older_recordings_say_of_the_one_tier_is_of_the_host():
+    entry = decided(chosen="busy", hits={"busy": 960, "free": 960}, loads={"free": {"host": 640}})
+    encoder, before = RecordEncoder(), []
+    for record in [encoder.begin(0.0, 0.0), *encoder.encode(entry)]:
+        fields_of = msgspec.msgpack.decode(to_bytes(record), strict=False)
+        if fields_of[0] == "Demand":
+            fields_of[-1] = {number: tiers["host"] for number, tiers in fields_of[-1].items()}
+        before.append(from_bytes(msgspec.msgpack.encode(fields_of)))
+    (older,) = [decided for _, decided in RecordDecoder().decode(before)]
+    assert older.demand.loads == entry.demand.loads
+
+
 def test_of_many_hits_only_what_is_written_is_to_be_loaded():
     names = [f"e{number}" for number in range(2 * HITS)]
     hits = {name: 64 * number for number, name in enumerate(names)}
-    asked = demand("r", hits=hits, loads=dict.fromkeys(names, 64))
+    asked = demand("r", hits=hits, loads={key: {"remote": 64} for key in names})
     view = ClusterView(now=0.0, instances=[load("e0")], queue=[asked])
     (again,) = recorded(DecidedEntry(0.0, "r", "f", asked, decision(asked, "e0"), view, 1, 1))
     assert again.demand.hits.keys() == again.demand.loads.keys() == set(names[HITS:])

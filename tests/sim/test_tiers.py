@@ -11,7 +11,7 @@ from penstock.kv.connector import Move
 from penstock.sched.local.offload import Load, Store
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.scenario import parse
-from penstock.sim.wires import HostWay
+from penstock.sim.wires import TierWay
 from tests.sim.scenarios import WORKLOAD, read, run
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
@@ -28,7 +28,7 @@ def tiered(memory: str | None, blocks: int = 70) -> str:
 
 
 def test_either_direction_is_a_way_of_its_own():
-    way = HostWay(TIMES, 2.0)
+    way = TierWay(2 * BLOCK)
     first = way.send(1.0, [Store(1, "host", moves(4)), Load(2, "host", moves(3), 0.0), Load(3, "host", moves(1), 0.0)])
     assert [(a.number, a.blocks) for a in first] == [(2, 3), (3, 1)]
     assert [a.at for a in first] == pytest.approx([1 + 6 * BLOCK, 1 + 8 * BLOCK])
@@ -65,6 +65,38 @@ def test_an_incarnation_that_ends_takes_its_tier_with_it():
     assert result["failed"] == 0
     assert result["loaded_tokens"] > 0
     assert cluster.places["engine-1"].lives == 2
+
+
+DISK = "disk-cache-size: 1T, disk-cache-gbps: 3000"
+REMOTE = "remote-cache-size: 1T, remote-cache-gbps: 3000"
+
+
+@pytest.mark.parametrize("tier", [DISK, REMOTE])
+def test_other_tiers_find_it_too(tier):
+    scenario = read(WORKLOAD, f"instances: [{{count: 2, kv-blocks: 70, {tier}}}]\n")
+    without, with_it = (run(one, "unified", scale=0.3)[0] for one in (read(WORKLOAD, tiered(None)), scenario))
+    assert with_it["loaded_tokens"] > 0.02 * with_it["prompt_tokens"]
+    assert with_it["reused_tokens"] > without["reused_tokens"]
+    assert (
+        with_it["share_of_ideal"] == with_it["reused_tokens"] / with_it["reusable_tokens"] > without["share_of_ideal"]
+    )
+
+
+def test_what_one_has_put_in_a_store_all_find_and_it_outlives_its_instance():
+    failure = "failures: [{instance: engine-1, at: 2.0, restart-after: 1.0}]\n"
+    scenario = read(WORKLOAD, f"instances: [{{count: 2, kv-blocks: 70, {REMOTE}}}]\n", failure)
+    result, cluster = run(scenario, "round_robin", scale=0.3)
+    tier = cluster._store
+    tier.check()
+    assert result["failed"] == 0
+    assert tier.used > 500, "also of what was there before one has failed"
+    # in turn, and yet nearly everything is found: whoever has computed it
+    assert result["share_of_ideal"] > 0.8
+    result, cluster = run(scenario, "unified", scale=0.3)
+    known = cluster.master.index._stores["remote"].keys
+    assert len(known) == pytest.approx(len(cluster._store.keys()), abs=40)
+    assert set(known.values()) == {1}, "one tells of each"
+    cluster.master.index.check()
 
 
 def test_loads_come_late_where_the_way_is_slow():

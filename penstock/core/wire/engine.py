@@ -222,6 +222,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         generates: whether it has a head to generate with.
         device_model, shape: inputs of step-time prediction (`sched.steptime`); None when not known.
         kv_pool: names the host's KV pool that its blocks are in; "" when they are its own.
+        store: names the remote store that its blocks are copied to: who names the same loads what others have put
+            there; "" where there is none.
         weights_from: where its weights came from, as `nn.loader.Source` has it; "warm" where a process of the warm pool
             got them from a peer; "" where it has none.
         weights_seconds: that this took.
@@ -246,6 +248,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device_model: DeviceModel | None = None
     shape: ModelShape | None = None
     kv_pool: str = ""
+    store: str = ""
     weights_from: str = ""
     weights_seconds: float = 0.0
     weights_at: str = ""
@@ -287,6 +290,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     busy: float = 0.0  # seconds that these took
     idle: float = 0.0  # seconds between them in which nothing was computed although there was work
     prefix_loads: int = 0  # of `prefix_hits`, those that came from tiers below the device
+    prefix_fetches: int = 0  # of `prefix_hits`, those that were brought from another instance
     drafts: int = 0  # sequences' parts of steps with drafts in them
     draft_tokens: int = 0  # drafts in them
     accepted_tokens: int = 0  # of these, those that were right
@@ -387,6 +391,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token of those
             online, time per token after it, and time between the last two steps; None before there is one.
         fetch_ms: of one block from another instance, a recent mean; None before there is one.
+        load_ms: tier below the device -> of 64 tokens from there, as was measured lately, or is believed.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
         speed: of its latest steps, as a share of what they are without factors; None while there are too few.
     """
@@ -413,6 +418,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tpot_ms: float | None
     interval_ms: float | None
     fetch_ms: float | None = None
+    load_ms: dict[str, float] = {}
     factors: dict[str, float]
     speed: float | None = None
 
@@ -422,8 +428,8 @@ class CacheDelta(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         sequence: counts up by one within an incarnation, in each tier for itself; a gap is a reason to `AskCache`.
-        tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host", or
-            "disk". What lies in several is told in each.
+        tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host", "disk"
+            or "remote". What lies in several is told in each. Of "remote" an instance tells what it has put there.
         whole: `added` is everything in this tier and replaces what was known of it; other tiers are not affected.
     """
 

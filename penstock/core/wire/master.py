@@ -257,6 +257,18 @@ class FleetTotals(msgspec.Struct, frozen=True):
     changes: dict[str, int] = {}
 
 
+class PrefixTotals(msgspec.Struct, frozen=True):
+    """Prompts since the master began, and what an ideal cache would have found of them; see `kv.ideal`.
+
+    Attributes:
+        complete: whether `ideal_tokens` is exact; else it is a lower bound.
+    """
+
+    prompt_tokens: int = 0
+    ideal_tokens: int = 0
+    complete: bool = True
+
+
 ToMaster = FrontendMessage | AskMembers | AskOverview | AskHistory | HostReport
 
 
@@ -269,6 +281,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
         troubles: of instances, as the launchers said.
         members: number of the last `Members`.
         fleet: what the instances cost; None from the decoder of an older master.
+        prefixes: of all frontends' prompts; None where the policy wants no keys.
     """
 
     incarnation: int
@@ -278,6 +291,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     troubles: dict[str, str] = {}
     members: int = 0
     fleet: FleetTotals | None = None
+    prefixes: PrefixTotals | None = None
 
 
 class Members(msgspec.Struct, tag=True, frozen=True):
@@ -459,6 +473,7 @@ class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         decisions, moves, relocations: the latest, the newest first; moves are of instances, relocations of sequences.
         fleet: what the instances cost.
         stages: what the scaling policy says of each; none where nothing is ever started or stopped.
+        prefixes: as in `Joined`.
     """
 
     number: int = 0
@@ -479,6 +494,7 @@ class Overview(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     relocations: list[RelocationOverview] = []
     fleet: FleetTotals = FleetTotals()
     stages: list[StageOverview] = []
+    prefixes: PrefixTotals | None = None
 
 
 class History(msgspec.Struct, tag=True, frozen=True):

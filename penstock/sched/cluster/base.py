@@ -12,12 +12,14 @@ from typing import Literal, Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire import engine
 from penstock.core.wire.engine import Role
 from penstock.sched.steptime import StepTime
 
 Stage = engine.Stage
 Key = tuple[str, str]  # of a sequence: its frontend, and its id there
+_NOTHING: Mapping[str, int] = {}
 T = TypeVar("T")
 
 
@@ -55,6 +57,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         interval: seconds between two decode steps, as measured lately; None before there is a measurement.
         ttft_measured: seconds from an online prompt's arrival there to its first token, likewise.
         fetch_ms: of one KV block from another instance, likewise.
+        load_ms: tier below its device -> of one KV block from there, likewise, or as the instance believes.
         peers: instances that it can hand a request over to.
         unlinked: failed peer links: name -> reason.
     """
@@ -82,6 +85,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     interval: float | None = None
     ttft_measured: float | None = None
     fetch_ms: float | None = None
+    load_ms: Mapping[str, float] = field(default_factory=dict)
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,17 +121,21 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
             / 1e3
         )
 
-    def load_seconds(self, tokens: int) -> float:
-        """Predicted time to bring so many tokens of a prompt from below the device. Meanwhile other sequences are
-        prefilled and decoded."""
-        return self.times.load_ms(tokens) / 1e3
+    def load_seconds(self, demand: Demand) -> float:
+        """Predicted time to bring what of a prompt lies below the device, each part from its tier; one of which the
+        instance has said nothing counts as its host's memory. Meanwhile other sequences are prefilled and decoded."""
+        ms = 0.0
+        for tier, tokens in demand.loads.get(self.name, _NOTHING).items():
+            each = self.load_ms.get(tier)
+            ms += self.times.load_ms(tokens) if each is None else each * tokens / BLOCK_TOKENS
+        return ms / 1e3
 
     def begins_at(self, now: float, demand: Demand) -> float:
         """When it begins to prefill a prompt, as predicted: the prompts before it are prefilled by then, and what of it
         lies below the device is there."""
         begins = max(now + demand.brought_in.get(self.name, 0.0), self.free_at)
         if self.name in demand.loads:
-            return max(now + self.load_seconds(demand.to_load(self.name)), begins)
+            return max(now + self.load_seconds(demand), begins)
         return begins
 
 
@@ -143,7 +151,7 @@ class Demand(Struct, frozen=True, kw_only=True):
         offline: it has no targets, and uses the capacity that other requests leave.
         chat: the conversation that it belongs to; "" when that is not known.
         hits: instance -> leading prompt tokens in its cache; other instances have none.
-        loads: instance -> how many of these lie below its device, so that they are to be loaded; other instances have
+        loads: instance -> tier below its device -> how many of these are to be loaded from there; other instances have
             none.
         exclude: instances that it should not be given.
         interrupted: it ran before, on an instance that was lost.
@@ -162,7 +170,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     offline: bool = False
     chat: str = ""
     hits: Mapping[str, int] = field(default_factory=dict)
-    loads: Mapping[str, int] = field(default_factory=dict)
+    loads: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     exclude: Set[str] = frozenset()
     interrupted: bool = False
     brought: Mapping[str, int] = field(default_factory=dict)
@@ -188,7 +196,7 @@ class Demand(Struct, frozen=True, kw_only=True):
 
     def to_load(self, instance: str) -> int:
         """Prompt tokens that an instance has in its cache, but not on its device."""
-        return self.loads.get(instance, 0)
+        return sum(self.loads.get(instance, _NOTHING).values())
 
 
 class Rates(Struct, frozen=True, kw_only=True):

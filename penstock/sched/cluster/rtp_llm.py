@@ -257,7 +257,7 @@ class RtpLlm:
         if demand.hits:
             known = {i.name for i in chosen}
             holders = [i for i in able if i.name in demand.hits and i.name not in known]
-            chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
+            chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], i.load_seconds(demand)))
         # those without a peer to hand over to must keep what they prefill
         offering = [i for i in chosen if i.peers or _has_room(i, demand, output)]
         if not offering:
@@ -271,7 +271,7 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     tokens = demand.to_compute(instance.name)
     hit = demand.prompt_tokens - tokens
     loaded = demand.to_load(instance.name)
-    brought = max(demand.brought_in.get(instance.name, 0.0), instance.load_seconds(loaded) if loaded else 0.0)
+    brought = max(demand.brought_in.get(instance.name, 0.0), instance.load_seconds(demand) if loaded else 0.0)
     wait = max(brought, instance.available_at - view.now) * 1e3
     prefill = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0

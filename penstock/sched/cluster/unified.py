@@ -201,7 +201,7 @@ class Unified:
             known, places = {i.name for i in chosen}, self._places.of(able)
             holders = [able[place] for place in sorted(places[name] for name in demand.hits if name in places)]
             holders = [i for i in holders if i.name not in known and tokens <= headroom(i, output)]
-            chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
+            chosen += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], i.load_seconds(demand)))
         return chosen
 
     # --- offline

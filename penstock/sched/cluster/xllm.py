@@ -200,7 +200,7 @@ def _soonest(
     if demand.hits:
         known = {i.name for i in compared}
         holders = [i for i in candidates if i.name in demand.hits and i.name not in known]
-        compared += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], demand.to_load(i.name)))
+        compared += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], i.load_seconds(demand)))
     found = [_Prefiller(i, _ttft(view, demand, i), help) for i in compared]
     costs.update((prefiller.instance.name, prefiller.ttft * 1e3) for prefiller in found)
     return min(found, key=_by_ttft)

@@ -62,6 +62,13 @@ class KVManager:
         """The same in sequences that give none back, such as a beam search."""
         return blocks // len(self.windows)
 
+    @property
+    def load_ms(self) -> dict[str, float]:
+        """Tier below the device -> time that loading a block of tokens of all groups takes from there."""
+        if self.offload is None:
+            return {}
+        return {tier: each * 1e3 * len(self.windows) for tier, each in self.offload.block_seconds.items()}
+
     def match(self, keys: Items[bytes]) -> Hit:
         """What is cached of the prefix that these keys name."""
         return self.pool.find(keys if self._prefix_cache else (), self.windows)

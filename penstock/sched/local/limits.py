@@ -59,6 +59,7 @@ class SchedulerCounters:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found there
     prefix_loads: int = 0  # those of them that were loaded from a tier below the device
+    prefix_fetches: int = 0  # those that were brought from another instance
     steps: int = 0  # planned
     prompt_tokens: int = 0  # planned, in chunks of more than one
 

@@ -191,6 +191,11 @@ class Offload:
         return orders
 
     @property
+    def block_seconds(self) -> dict[str, float]:
+        """What loading a block takes from each tier, as measured, or expected; none while nothing is known."""
+        return {lane.name: each for lane in self.lanes if (each := lane.seconds_each)}
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not (self._stores or self._loads or self._questions)

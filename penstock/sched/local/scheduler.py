@@ -809,8 +809,11 @@ class Scheduler:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += cached
+            loaded = 0
             if sequence.loaded and self.offload is not None:
-                self.counters.prefix_loads += self.offload.hit(sequence, cached)
+                loaded = self.offload.hit(sequence, cached)
+                self.counters.prefix_loads += loaded
+            self.counters.prefix_fetches += min(sequence.fetched, cached - loaded)
         self._grant(builder, sequence, count)
         if allowance.bounded:
             allowance.granted(sequence, cached, count)

@@ -85,6 +85,7 @@ class Sequence:
         gave_way: it was preempted.
         asked: it was asked whether a tier that others fill has more of it.
         loads: how often it waited for copies; `loaded`: tier -> tokens that they brought.
+        fetched: tokens that were brought from a peer, or from what a failed one has left.
         entered: totals of the engine's steps and prompt tokens when it came.
         lacking: how long it was the next to be admitted and there was no room, in seconds; `lacks`: since when.
         wait: see `Timing`; "" before its first token.
@@ -100,6 +101,7 @@ class Sequence:
         "computed",
         "dropped",
         "entered",
+        "fetched",
         "first",
         "gave_way",
         "groups",
@@ -173,6 +175,7 @@ class Sequence:
         self.kept: dict[str, int] = {}
         self.asked = self.gave_way = False
         self.loads, self.loaded = 0, dict[str, int]()
+        self.fetched = 0
         self.store_hold: StoreHold | None = None
         self.entered = (0, 0)
         self.lacking = 0.0

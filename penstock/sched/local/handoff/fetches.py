@@ -275,8 +275,9 @@ class FetchSide:
         if fetch.peer is not None and tell:
             self._transport.send(fetch.peer, Release(fetch.lease, reason))
         if self._scheduler.awaits(fetch.sequence):
-            self._scheduler.fetched(fetch.lease.request_id)
             tokens = max(0, good - before) // groups * BLOCK_TOKENS
+            fetch.sequence.fetched += tokens
+            self._scheduler.fetched(fetch.lease.request_id)
             self._host.fetched(fetch.lease.request_id, tokens, (now - fetch.began) * 1e3)
 
     def check(self) -> None:
