@@ -93,6 +93,12 @@ ENGINE_OPTIONS = (
         "folder for a KV tier on a disk of this machine, below a CPU's; it outlives the server; by default none",
     ),
     Option("disk-cache-size", size, None, "size of it, of each engine; by default 16G"),
+    Option(
+        "remote-cache",
+        text,
+        None,
+        "URL of a KV tier that engines share, such as file:///PATH on a file system that hosts share; by default none",
+    ),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
     Option(

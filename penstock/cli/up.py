@@ -100,7 +100,7 @@ def _check_checkpoint(deployment: Deployment) -> None:
     directory = find_checkpoint(deployment.model)
     for group in real:
         on_disk = (group.options["disk_cache"], group.options["disk_cache_size"])
-        check_disk_tier(*on_disk, torch.device(group.device))
+        check_disk_tier(*on_disk, torch.device(group.device), group.ranks)
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 

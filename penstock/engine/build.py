@@ -23,10 +23,12 @@ from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.memory import check_asked, size_cache
 from penstock.engine.options import EngineOptions, check_options, device_of
+from penstock.engine.remote_tier import check_remote_tier, open_remote_tier
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
+from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
 from penstock.nn.models.decoder import Decoder
@@ -113,7 +115,8 @@ def build_engine(
     if device.type == "cuda" and options.kv_address_mode == "contiguous":
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     check_host_tier(options.host_cache_memory, device)
-    check_disk_tier(options.disk_cache, options.disk_cache_size, device)
+    check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
+    check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
@@ -186,6 +189,10 @@ def _build(
         if below is not None:
             lanes.append(Lane(below.tier, below.block_seconds))
             movers["disk"] = below.mover
+    if options.remote_cache is not None:
+        remote = open_remote_tier(cache, options.remote_cache)
+        lanes.append(Lane(SharedTier(), remote.block_seconds))
+        movers["remote"] = remote.mover
     scheduler = Scheduler(
         limits,
         blocks,

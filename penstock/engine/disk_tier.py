@@ -1,4 +1,4 @@
-"""Copies of KV blocks on a disk, below a cache in the host's memory (`engine.mover`). They outlive the engine.
+"""Copies of KV blocks on a disk, below an engine's cache (`engine.mover`). They outlive the engine.
 
     blocks   slots of one block each
     index    a record for each slot: what lies there, and its checksum
@@ -34,15 +34,14 @@ from typing import NamedTuple
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.core.layout import KVLayout
 from penstock.core.version import VERSION
+from penstock.engine.block_views import address_of, processor_of, views_of
 from penstock.engine.cache import KVCache
 from penstock.engine.disk_folders import LAYOUT_BYTES, Folder, Leftovers
 from penstock.engine.mover import PIECE, Mover
 from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Kept, Tier
-from penstock.nn import native
 from penstock.transfer.files import DIRECT, FAILS, FULL, opened, read_all, write_all
 from penstock.transfer.memory import PoolMemory
 
@@ -114,10 +113,11 @@ class Index:
 class DiskSlots:
     """A `Way` to slots in a file, and their `Journal`.
 
-    Blocks are written from where they lie, past the page cache where the file system allows it: that has the weights.
+    Blocks in the host's memory are written from where they lie, past the page cache where the file system allows it:
+    that has the weights.
 
     Args:
-        cache: whose blocks are copied; in the host's memory.
+        cache: whose blocks are copied.
         directory: in which its folder is.
         weights: tells those of the layout's `model` from what the same files had in them at another time.
         others: the other ranks' parts of the same blocks, of the same layout; owned, and closed at the end.
@@ -134,20 +134,15 @@ class DiskSlots:
     def __init__(
         self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
     ) -> None:
-        assert cache.slots.is_cpu
-        self._part_bytes, parts = cache.layout.block_bytes, 1 + len(others)
-        self.block_bytes = size = self._part_bytes * parts
-        self._cache: KVCache | None = cache
-        self._others = others
+        self._views = views_of(cache, others)
+        self.block_bytes = size = self._views.block_bytes
         self._num_slots = num_slots
         self._buffer = mmap.mmap(-1, size)
-        self._read_at = _address(self._buffer)
+        self._read_at = address_of(self._buffer)
         self._held = -1  # the slot whose content is there
-        self._gathered = mmap.mmap(-1, mmap.PAGESIZE)  # blocks whose parts lie apart
         with ExitStack() as stack:
-            for memory in others:
-                stack.callback(memory.close)
-            folder = Folder(directory / _name(cache.layout, weights, parts))
+            stack.callback(self._views.close)
+            folder = Folder(directory / _name(cache, weights, 1 + len(others)))
             stack.callback(folder.close)
             self.folder = folder.path
             self._leftovers = Leftovers(directory, self.folder, num_slots * size)
@@ -189,7 +184,7 @@ class DiskSlots:
         return time.perf_counter() - began
 
     def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
-        contents = self._contents(moves)
+        contents = self._views.of([move.block for move in moves])
         self._held = -1
         self._leftovers.trim()
         for move, content in zip(moves, contents, strict=True):
@@ -213,8 +208,9 @@ class DiskSlots:
         for move in moves:  # whose contents were just looked at, one by one
             if self._held != move.slot:
                 self.content(move.slot)
-            for i, part in enumerate(self._parts(move.block)):
-                ctypes.memmove(part, self._read_at + i * self._part_bytes, self._part_bytes)
+            (view,) = self._views.into([move.block])
+            ctypes.memmove(address_of(view), self._read_at, self.block_bytes)  # others may have the interpreter
+            self._views.arrived([move.block])
             number += 1
         return number
 
@@ -235,33 +231,7 @@ class DiskSlots:
         return system.f_bavail * system.f_frsize + os.fstat(self._fd).st_blocks * 512
 
     def close(self) -> None:
-        self._cache = None
         self._open.close()
-
-    def _contents(self, moves: Sequence[Move]) -> list[memoryview]:
-        """The bytes of each block, in place where they are in one."""
-        size, whole = self._part_bytes, self.block_bytes
-        if not self._others:
-            return [
-                memoryview((ctypes.c_ubyte * size).from_address(part)).cast("B")
-                for move in moves
-                for part in self._parts(move.block)
-            ]
-        if len(self._gathered) < len(moves) * whole:
-            self._gathered = mmap.mmap(-1, len(moves) * whole)
-        place = _address(self._gathered)
-        for move in moves:
-            for part in self._parts(move.block):
-                ctypes.memmove(place, part, size)
-                place += size
-        return [memoryview(self._gathered)[i * whole : (i + 1) * whole] for i in range(len(moves))]
-
-    def _parts(self, block: int) -> list[int]:
-        """Addresses of a block's parts, by rank."""
-        assert self._cache is not None
-        assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
-        begins = self._cache.slots.data_ptr(), *(memory.address for memory in self._others)
-        return [begin + block * self._part_bytes for begin in begins]
 
     def _place(self, slot: int) -> int:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
@@ -302,26 +272,25 @@ def open_disk_tier(
     return DiskTier(Mover(slots, journal=slots, piece=piece), tier, slots.block_seconds)
 
 
-def check_disk_tier(directory: str | None, size: int | None, device: torch.device) -> None:
+def check_disk_tier(directory: str | None, size: int | None, device: torch.device, ranks: int) -> None:
     """Raise ConfigError when there is no such tier below what was asked for.
 
     Args:
         directory: None asks for none.
         size: bytes; None is the default.
+        ranks: that the model is spread over.
     """
     if directory is None:
         if size is not None:
             raise ConfigError(f"{SIZE_OPTION}: {size / 2**30:.1f} GiB, allowed only with {OPTION}", SIZE_OPTION)
         return
-    if device.type != "cpu":
-        raise ConfigError(f"{OPTION}: {directory!r}, not supported yet on {device.type}, allowed on a CPU", OPTION)
+    if device.type != "cpu" and ranks > 1:
+        what = f"on {device.type} with tensor-parallel-size {ranks}"
+        raise ConfigError(f"{OPTION}: {directory!r}, not supported yet {what}, allowed with 1, or on a CPU", OPTION)
 
 
-def _name(layout: KVLayout, weights: str, ranks: int) -> str:
+def _name(cache: KVCache, weights: str, ranks: int) -> str:
     """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
-    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), weights, ranks, sorted(asdict(layout).items()))
+    made = VERSION, torch.__version__, processor_of(cache.slots.device)
+    parts = (FORMAT, *made, weights, ranks, sorted(asdict(cache.layout).items()))
     return blake2b(repr(parts).encode(), digest_size=LAYOUT_BYTES, person=b"penstock.disk").hexdigest()
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

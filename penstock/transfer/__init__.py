@@ -12,7 +12,7 @@ Blocks that are kept elsewhere, for all engines:
 
     stores.py           the menu of stores, by URL (store_url.py)
     block_store.py      what every store does: put, get and find blocks, verified, in bounded time (bounded.py)
-    directory.py        files in a directory that hosts share; files.py, past the page cache
+    directory.py, mooncake_store.py   those that there are: files that hosts share (files.py), or memory of many hosts
 
 Blocks that move between engines:
 

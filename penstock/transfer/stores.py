@@ -8,10 +8,12 @@ from math import inf
 
 from penstock.transfer.block_store import Backend, BlockStore
 from penstock.transfer.directory import Directory
+from penstock.transfer.mooncake_store import MooncakeStore
 from penstock.transfer.store_url import StoreURL
 
 BACKENDS: dict[str, Callable[[StoreURL, str], Backend]] = {
     "file": Directory.of_url,
+    "mooncake": MooncakeStore.of_url,
 }
 SECONDS = 5.0
 

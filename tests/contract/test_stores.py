@@ -3,26 +3,33 @@
 import errno
 import os
 import shutil
+import signal
 import stat
+import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import count
 
 import pytest
 
+from penstock.cli.engine import preset_mooncake
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.transfer import mooncake_store
 from penstock.transfer.block_store import HEAD_BYTES
 from penstock.transfer.bounded import Crew
 from penstock.transfer.memory import PAGE
 from penstock.transfer.stores import BACKENDS, check_store, open_store
 from tests.helpers import stores
+from tests.helpers.mooncake import memory_owner, mooncake_master
 from tests.helpers.stores import BLOCK_BYTES, NAMESPACE, RECORD_BYTES, blocks, got, key
 from tests.helpers.waiting import eventually
 
 pytest.importorskip("xxhash")
-PLACES = {"file": stores.directory}
+NEEDS_MOONCAKE = pytest.mark.skipif(bool(mooncake_store.missing()), reason=mooncake_store.missing())
+PLACES = {"file": stores.directory, "mooncake": stores.mooncake}
+SCHEMES = ["file", pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
 NUMBERS = count()
 
 
@@ -30,7 +37,7 @@ def test_every_store_is_here():
     assert PLACES.keys() == BACKENDS.keys()
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=SCHEMES)
 def place(request, tmp_path_factory):
     with PLACES[request.param](tmp_path_factory.mktemp("store") / "shared") as place:
         yield place
@@ -96,7 +103,7 @@ class TestSpoiled:
 
     @pytest.fixture
     def stored(self, place, store, fresh):
-        store.put(blocks(1, 2))
+        assert all(store.put(blocks(1, 2)))
         with stores.raw(place.url, fresh) as raw:
             yield raw
 
@@ -106,13 +113,13 @@ class TestSpoiled:
         eventually(lambda: list(store.put(blocks(1))) == [True] and got(store, 1) == 1)
         assert got(store, 2) == 1
 
-    @pytest.mark.parametrize("place_in", [0, 8, 16, 24, 40, 56, HEAD_BYTES - 1, PAGE, PAGE + BLOCK_BYTES - 1])
-    def test_a_bit_is_flipped(self, store, stored, place_in):
-        record = bytearray(stored.read(key(1)))
-        record[place_in] ^= 4
-        stored.replace(key(1), record)
-        self.lost(store)
-        assert store.spoiled == 1
+    def test_a_bit_is_flipped(self, store, stored):
+        for spoiled, place in enumerate([0, 8, 16, 24, 40, 56, HEAD_BYTES - 1, PAGE, PAGE + BLOCK_BYTES - 1], 1):
+            record = bytearray(stored.read(key(1)))
+            record[place] ^= 4
+            stored.replace(key(1), record)
+            self.lost(store)
+            assert store.spoiled == spoiled
 
     def test_of_another_key(self, store, stored):
         stored.replace(key(1), stored.read(key(2)))
@@ -187,7 +194,7 @@ class TestAway:
                     assert not any(store.put(blocks(2)))
                 with suppress(Unavailable):
                     assert store.contains([key(2)]) == 0
-                assert time.monotonic() - began < 3 * place.seconds + 10
+                assert time.monotonic() - began < 3 * place.seconds + 10, "each was given up"
         finally:
             place.go_on()
 
@@ -310,12 +317,102 @@ class TestDirectory:
             assert got(store, 1) == 1
 
 
+@NEEDS_MOONCAKE
+class TestMooncake:
+    @pytest.fixture
+    def master(self, tmp_path):
+        preset_mooncake()
+        with mooncake_master(tmp_path, "--client_ttl=2") as master:
+            yield master
+
+    @staticmethod
+    def open(master, **options):
+        query = "&".join(f"{name}={value}" for name, value in {"segment": 0, "timeout": 10, **options}.items())
+        return closing(open_store(f"mooncake://{master.address}?{query}", NAMESPACE, BLOCK_BYTES))
+
+    def test_what_is_hot_outlives_its_owner(self, master):
+        with ExitStack() as stack:
+            owner = stack.enter_context(memory_owner(master.address, 64 << 20))
+            cold = stack.enter_context(self.open(master))
+            assert all(cold.put(blocks(1, 2)))
+            hot = stack.enter_context(self.open(master, segment=64 << 20, hot=2))
+            for _ in range(4):
+                assert got(hot, 1) == got(cold, 1) == got(cold, 2) == 1
+            assert got(hot, 2) == 1
+            described = hot._backend._store.get_replica_desc
+            eventually(lambda: len(described(hot._backend._name(key(1)))) == 2)
+            assert len(described(hot._backend._name(key(2)))) == 1
+            owner.kill()
+            eventually(lambda: got(cold, 1) == 1)  # as soon as the master knows
+            assert got(cold, 2) == 0
+
+    def test_one_replica_is_none_more(self, master):
+        with memory_owner(master.address, 64 << 20), self.open(master, segment=64 << 20, hot=1, replicas=1) as store:
+            assert all(store.put(blocks(1)))
+            assert got(store, 1) == got(store, 1) == 1
+            assert len(store._backend._store.get_replica_desc(store._backend._name(key(1)))) == 1
+
+    def test_what_an_owner_had_that_stands_still_is_a_miss(self, master):
+        with memory_owner(master.address, 64 << 20) as owner, self.open(master, timeout=20) as store:
+            assert all(store.put(blocks(1, 2)))
+            owner.send_signal(signal.SIGSTOP)
+            assert got(store, 1, 2) == 0
+            assert list(store.put(blocks(3))) == [False]
+            owner.send_signal(signal.SIGCONT)
+            eventually(lambda: all(store.put(blocks(1, 2))) and got(store, 1, 2) == 2)
+
+    def test_a_master_that_has_died_is_unavailable_until_there_is_another(self, master):
+        with memory_owner(master.address, 64 << 20), self.open(master) as store:
+            assert all(store.put(blocks(1, 2)))
+            master.kill()
+            for _ in range(2):
+                with pytest.raises(Unavailable):
+                    store.get(stores.buffers(1))
+            with pytest.raises(Unavailable, match="no mooncake_master answers"):
+                self.open(master)
+            master.start()
+            eventually(lambda: self.takes(store), 60)
+            assert got(store, 1, 2) == 2
+
+    @staticmethod
+    def takes(store):
+        with suppress(Unavailable):
+            return all(store.put(blocks(1, 2)))
+
+    def test_on_disk_it_outlives_everything(self, master, tmp_path, monkeypatch):
+        master.kill()
+        master.flags = ("--enable_offload=true",)
+        master.start()
+        monkeypatch.setenv("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "file_per_key_storage_backend")
+        monkeypatch.setenv("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "1")
+        monkeypatch.setenv("MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES", f"{64 << 20}")
+        (tmp_path / "disk").mkdir()
+        with self.open(master, segment=64 << 20, disk=tmp_path / "disk") as store:
+            assert all(store.put(blocks(1, 2)))
+            names = [store._backend._name(key(number)) for number in (1, 2)]
+            eventually(lambda: all(len(store._backend._store.get_replica_desc(name)) == 2 for name in names))
+            master.kill()
+        master.start()
+        with self.open(master, segment=64 << 20, disk=tmp_path / "disk") as store:
+            eventually(lambda: got(store, 1, 2) == 2)
+
+    def test_what_mooncake_refuses_is_named(self, master):
+        with pytest.raises(ConfigError, match=r"segment of 1048576\.0 GiB"):
+            self.open(master, segment=1 << 50)
+
+
+def test_without_mooncake(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ConfigError, match=r"penstock\[mooncake\].*libibverbs1, librdmacm1 and libnuma1"):
+        open_store("mooncake://127.0.0.1:1", NAMESPACE, BLOCK_BYTES)
+
+
 class TestURLs:
     @pytest.mark.parametrize(
         ("url", "says"),
         [
-            ("", "allowed: file://..."),
-            ("redis://host:1", "allowed: file://..."),
+            ("", "allowed: file://..., mooncake://..."),
+            ("redis://host:1", "allowed: file://..., mooncake://..."),
             ("file:relative", "three slashes"),
             ("file://host/path", "three slashes"),
             ("file:///tmp?size=many", "size=many, allowed: a size such as 4G"),
@@ -325,6 +422,13 @@ class TestURLs:
             ("file:///tmp?timeout=0", "timeout=0, allowed: seconds"),
             ("file:///tmp?timeout=nan", "timeout=nan, allowed: seconds"),
             ("file:///tmp#part", "without #"),
+            ("mooncake://host", "mooncake://HOST:PORT"),
+            ("mooncake://host:port", "mooncake://HOST:PORT"),
+            ("mooncake://host:1/path", "without a path"),
+            ("mooncake://host:1?protocol=udp", "protocol=udp, allowed: tcp, rdma"),
+            ("mooncake://host:1?replicas=0", "replicas=0, allowed: a number from 1 on"),
+            ("mooncake://host:1?segment=-1", "segment=-1, allowed: a size such as 4G"),
+            ("mooncake://host:1?persistence=eager", "mooncake_master --enable_offload=true"),
             ("file://[", "allowed: a URL"),
         ],
     )
@@ -335,7 +439,19 @@ class TestURLs:
         assert str(error.value).startswith("remote-cache: ")
         assert error.value.field == "remote-cache"
 
-    @pytest.mark.parametrize("url", ["file:///tmp", "file://localhost/a%20b?size=4TiB&timeout=1.5"])
+    @pytest.mark.parametrize(
+        "url",
+        [
+            *(
+                "file:///tmp",
+                "file://localhost/a%20b?size=4TiB&timeout=1.5",
+                "mooncake://host:50051",
+                "mooncake://[::1]:1",
+            ),
+            "mooncake://10.0.0.1:1?protocol=rdma&devices=mlx5_0,mlx5_1&segment=64GiB&replicas=3&hot=10&host=10.0.0.2",
+            "mooncake://10.0.0.1:1?metadata=http://10.0.0.1:8080/metadata&segment=0&disk=/var/cache&timeout=2",
+        ],
+    )
     def test_that_are_right(self, url):
         check_store(url)
 

@@ -191,11 +191,11 @@ def test_each_engine_has_a_folder_and_each_layout(tmp_path):
             assert other.folder.parent != first.folder.parent
 
 
-@pytest.mark.parametrize("name", ["VERSION", "torch.__version__", "native.made_from"])
+@pytest.mark.parametrize("name", ["VERSION", "torch.__version__", "processor_of"])
 def test_what_another_version_or_processor_has_written_is_not_read(tmp_path, monkeypatch, name):
     cache = make_cache()
     with closing(DiskSlots(cache, tmp_path, 4)) as mine:
-        changed = (lambda: "another") if "made" in name else "another"
+        changed = (lambda *_: "another") if name == "processor_of" else "another"
         monkeypatch.setattr(f"penstock.engine.disk_tier.{name}", changed)
         with closing(DiskSlots(cache, tmp_path, 4)) as other:
             assert other.folder.parent != mine.folder.parent
@@ -432,7 +432,7 @@ def test_a_disk_that_dies_in_the_middle_costs_nothing_but_time(evicted, monkeypa
     def dead(*_):
         raise OSError(errno.EIO, "dead")
 
-    stored, offload = evicted.offload.stored_blocks, evicted.offload
+    stored, lane = evicted.lane.stored_blocks, evicted.lane
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", dead)
         patch.setattr(os, "pwrite", dead)
@@ -440,8 +440,7 @@ def test_a_disk_that_dies_in_the_middle_costs_nothing_but_time(evicted, monkeypa
             assert evicted.ask_again(name) == evicted.tokens
             evicted.collector.run(make_request(f"other than {name}", prompt_of(6, 400), max_tokens=1))
         evicted.settle()
-    said = stats_of(evicted.engine)
-    assert (said.failed_loads > 0, said.failed_stores > 0, offload.stored_blocks) == (True, True, stored)
+    assert (lane.failed_loads > 0, lane.failed_stores > 0, lane.stored_blocks) == (True, True, stored)
     again = restarted(evicted)
     assert again.run(make_request("again", prompt_of(0, 250)))["again"] == evicted.tokens
     assert again.cached["again"] == 3 * BLOCK_TOKENS
@@ -491,13 +490,13 @@ def test_ranks_keep_their_parts_of_a_block_together(checkpoint, tmp_path):
 
     try:
         built = build()
-        assert built.engine.mover.block_bytes == BLOCK_BYTES
-        collector, offload = Collector(built.engine), built.engine.scheduler.offload
+        assert built.engine.movers["disk"].block_bytes == BLOCK_BYTES
+        collector, (lane,) = Collector(built.engine), built.engine.scheduler.offload.lanes
         tokens = collector.run(make_request("first", prompt_of(0, 400)))["first"]
         for i in (1, 2):
             collector.run(make_request(f"other{i}", prompt_of(i, 400), max_tokens=1))
         assert collector.run(make_request("again", prompt_of(0, 400)))["again"] == tokens
-        assert (collector.cached["again"], offload.loaded_blocks) == (6 * BLOCK_TOKENS, 6)
+        assert (collector.cached["again"], lane.loaded_blocks) == (6 * BLOCK_TOKENS, 6)
         built.engine.add(make_request("last", prompt_of(3, 400)))
         collector.step()
         (rank,) = built.engine.executor._others.others
@@ -548,8 +547,8 @@ def test_what_cannot_be_had_is_refused(checkpoint, changes, says):
     with pytest.raises(ConfigError, match=says) as refused:
         build_engine(options_of(checkpoint, **changes), SystemClock())
     assert refused.value.field in ("disk-cache", "disk-cache-size")
-    with pytest.raises(ConfigError, match="not supported yet on cuda"):
-        check_disk_tier("/tmp", None, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="not supported yet on cuda with tensor-parallel-size 2"):
+        check_disk_tier("/tmp", None, torch.device("cuda"), 2)
 
 
 @pytest.mark.parametrize("fails", [errno.EROFS, errno.EIO])

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from os import rename
 from pathlib import Path
 
+from penstock.cli.engine import preset_mooncake
 from penstock.core.errors import Unavailable
 from penstock.transfer.block_store import Backend, BlockStore
 from penstock.transfer.memory import PAGE, PoolMemory
 from penstock.transfer.store_url import StoreURL
 from penstock.transfer.stores import BACKENDS, open_store
+from tests.helpers.mooncake import memory_owner, mooncake_master
 
 BLOCK_BYTES = 20_000  # no whole pages
 RECORD_BYTES = 6 * PAGE
 NAMESPACE = "model-1"
+ROOM, SECONDS = 683, 3  # of 16 MiB, which Mooncake gives in one piece
+MASTER_FLAGS = ("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2", "--default_kv_lease_ttl=2000")
 Blocks = list[tuple[bytes, memoryview]]
 
 
@@ -85,6 +91,25 @@ def directory(folder: Path) -> Iterator[Place]:
         stop=lambda: rename(folder, away),
         go_on=lambda: rename(away, folder),
     )
+
+
+@contextmanager
+def mooncake(folder: Path) -> Iterator[Place]:
+    folder.mkdir()
+    preset_mooncake()
+    with ExitStack() as stack:
+        masters = [stack.enter_context(mooncake_master(folder, *MASTER_FLAGS)) for _ in range(2)]
+        stack.enter_context(memory_owner(masters[0].address, 256 << 20))
+        stack.enter_context(memory_owner(masters[1].address, ROOM * RECORD_BYTES))
+        url, small = (f"mooncake://{master.address}?segment=0&timeout={SECONDS}" for master in masters)
+        yield Place(
+            url=url,
+            small=small,
+            room=ROOM,
+            seconds=SECONDS,
+            stop=partial(masters[0].send, signal.SIGSTOP),
+            go_on=partial(masters[0].send, signal.SIGCONT),
+        )
 
 
 class Raw:
