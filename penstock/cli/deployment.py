@@ -34,6 +34,7 @@ MODELLED_TOO = (  # of the engine's options
     "kv-cache-memory",
     "host-cache-memory",
     "enable-prefix-caching",
+    "tail-key-interval",
     "speculative-config",
     "scheduling-policy",
 )

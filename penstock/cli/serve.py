@@ -26,6 +26,8 @@ from penstock.cli.options import (
 )
 from penstock.cli.run_folder import run_folder
 from penstock.core.layout import KV_DTYPES
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.keys import TAIL_INTERVAL
 from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.service.checkpoint import find_checkpoint
 
@@ -101,6 +103,12 @@ ENGINE_OPTIONS = (
     ),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
+    Option(
+        "tail-key-interval",
+        integer(0, BLOCK_TOKENS - 1),
+        TAIL_INTERVAL,
+        "tokens between the places inside a block of 64 at which a cached prefix may end; 0: only at a block's end",
+    ),
     Option(
         "scheduling-policy",
         one_of(*LOCAL_POLICIES),

@@ -105,6 +105,18 @@ class StepWork(NamedTuple):
     rows: int
 
 
+class TailCopy(NamedTuple):
+    """Where a prefix ends inside a block: the target has the first `tokens` of the source, and zeros behind them.
+
+    Attributes:
+        source, target: blocks; they are the same where one goes on in the block that it found.
+    """
+
+    source: int
+    target: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache and what it drew last.
@@ -115,15 +127,23 @@ class StepPlan:
             contents (infinities, say) would reach this request through masked positions.
         released: ids of sequences that have freed their blocks since the last plan: they ended, were
             preempted, or were handed over. An id may come back later with other blocks, even in this very plan.
+        copies: what has to be copied inside the KV cache after that clearing, and before anything is computed. Both are
+            done even in a step that ends early.
     """
 
     sequences: tuple[SequenceStep, ...]
     fresh_blocks: tuple[int, ...] = ()
     released: tuple[str, ...] = ()
+    copies: tuple[TailCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum([len(s.tokens) for s in self.sequences])
+
+    @property
+    def copied_tokens(self) -> int:
+        """Whose KV is copied."""
+        return sum([copy.tokens for copy in self.copies if copy.source != copy.target])
 
     @cached_property
     def work(self) -> StepWork:

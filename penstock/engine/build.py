@@ -202,6 +202,7 @@ def _build(
         offload=Offload(blocks, lanes) if lanes else None,
         speculation=speculation,
         windows=windows,
+        tail_interval=options.tail_key_interval,
     )
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "

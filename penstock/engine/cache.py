@@ -14,16 +14,16 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from penstock.core.layout import KV_DTYPES, KVGroup, KVLayout, bytes_per_block
-from penstock.core.plan import BLOCK_TOKENS, StepPlan
+from penstock.core.layout import KV_DTYPES, VALUE_BYTES, KVGroup, KVLayout, bytes_per_block
+from penstock.core.plan import BLOCK_TOKENS, StepPlan, TailCopy
 from penstock.engine.arena import Arena, MapCounters, Mapper
 from penstock.engine.memory import MAPPINGS
 from penstock.kv.ranges import Change, Ranges
@@ -40,6 +40,7 @@ MOST_RANGES = 8192
 MOST_ADDRESSES = 16 << 40  # bytes of ranges; a process has 128 TiB of addresses
 # strides' order of [layer, k|v, head, token], from the outermost in memory to the innermost
 ORDERS = {"block": (0, 1, 2, 3), "token": (3, 0, 1, 2)}
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 STORED = DTYPES | {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -81,6 +82,18 @@ def as_layers(memory: Tensor, layout: KVLayout) -> KVLayers:
     return KVLayers(found[i] for i in range(len(found)))
 
 
+def as_places(slots: Tensor, layout: KVLayout) -> Iterator[Tensor]:
+    """[slots, bytes] -> all that is kept of each token, in place: for every group of layers its values, and its scales,
+    as whole numbers of their size, [slots, layers, 2, kv_heads, BLOCK_TOKENS, width]."""
+    memory = slots.view(-1)
+    for group in layout.groups:
+        size = VALUE_BYTES[group.dtype]
+        yield _as_heads(memory, layout, group, 0, _WHOLE[size], group.head_dim)
+        if group.scale_bytes:
+            end = group.heads_per_token * BLOCK_TOKENS * group.head_dim * size
+            yield _as_heads(memory, layout, group, end, _WHOLE[group.scale_bytes], 1)
+
+
 def _as_heads(memory: Tensor, layout: KVLayout, group: KVGroup, start: int, dtype: torch.dtype, width: int) -> Tensor:
     """Of a group, [blocks, layers, 2, kv_heads, BLOCK_TOKENS, width], from the byte `start` of every block on."""
     elements = memory.view(dtype)
@@ -102,8 +115,8 @@ class KVCache:
         layers: what kernels see, of each layer all slots.
         slots: the same as bytes, [slots, bytes].
         blocks: the physical blocks, its first part or all of it.
-        direct: kernels find blocks where the plan says they are: a step without fresh blocks needs no `prepare`, and
-            one without `computed` no `settle`.
+        direct: kernels find blocks where the plan says they are: a step without fresh blocks and copies needs no
+            `prepare`, and one without `computed` no `settle`.
         prefaulter: has the memory of coming blocks found; None where all of it is there.
         computed: marks on a CUDA device that the last step which `settle` has seen is computed; None without listeners.
     """
@@ -140,8 +153,9 @@ class KVCache:
         return self.slots[block]
 
     def prepare(self, plan: StepPlan) -> list[Sequence[int]]:
-        """Clear what the plan says. Returns each sequence's slots, as a `range` where they are consecutive."""
+        """Clear and copy what the plan says. Returns each sequence's slots, as a `range` where they are consecutive."""
         self._clear(plan.fresh_blocks)
+        self._copy(plan.copies)
         return [s.blocks for s in plan.sequences]
 
     def settle(self) -> None:
@@ -188,6 +202,14 @@ class KVCache:
         elif slots:
             self.slots.index_fill_(0, torch.tensor(slots, device=self.slots.device), 0)
 
+    def _copy(self, copies: Sequence[TailCopy]) -> None:
+        for source, target, tokens in copies:
+            for tensor in as_places(self.slots, self.layout):
+                places: Any = tensor.numpy() if tensor.is_cpu else tensor  # not by torch, as when clearing
+                places[target][..., tokens:, :] = 0
+                if source != target:
+                    places[target][..., :tokens, :] = places[source][..., :tokens, :]
+
 
 class ContiguousCache(KVCache):
     """A pool's blocks, and virtual ranges in which they are consecutive for the sequence that owns the range.
@@ -222,6 +244,7 @@ class ContiguousCache(KVCache):
             placed.append(s.blocks if first is None else range(first, first + len(s.blocks)))
         self._mapper.now(changes)
         self._clear(self._look_ahead(plan, placed))
+        self._copy(plan.copies)
         return placed
 
     def _look_ahead(self, plan: StepPlan, placed: Sequence[Sequence[int]]) -> list[int]:

@@ -33,7 +33,7 @@ from penstock.engine.loop import Engine
 from penstock.engine.modelled_tier import open_modelled_tier
 from penstock.engine.poison import Poison
 from penstock.kv.groups import WHOLE, Windows, longest_sequence
-from penstock.kv.keys import root_key
+from penstock.kv.keys import TAIL_INTERVAL, root_key
 from penstock.kv.pool import BlockPool, Published
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -68,7 +68,7 @@ class ModelledOptions:
         kv_cache_dtype: see `EngineOptions`; what the modelled device stores.
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
-        prefix_cache: whether computed prefixes are found again.
+        prefix_cache, tail_key_interval: see `EngineOptions`.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
         speculative_config: see `EngineOptions`.
         poison: TOKEN:HOW, for drills; see `engine.poison`.
@@ -89,6 +89,7 @@ class ModelledOptions:
     kv_cache_memory: int | None = None
     host_cache_memory: int | None = None
     prefix_cache: bool = True
+    tail_key_interval: int = TAIL_INTERVAL
     scheduling_policy: str = "slack"
     speculative_config: str = "auto"
     poison: str | None = None
@@ -175,6 +176,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         offload=offload,
         speculation=make_speculation(options.speculative_config),
         windows=windows,
+        tail_interval=options.tail_key_interval,
     )
     log.info(
         "%s on %s: %d blocks of KV cache, %d of them restored, sequences up to %d tokens, steps up to %d tokens, "
@@ -274,6 +276,9 @@ class PacedRunner:
             self._poison.taste(plan)
         if plan.fresh_blocks:
             self._digests[list(plan.fresh_blocks)] = 0
+        for source, target, tokens in plan.copies:
+            self._digests[target, :tokens] = self._digests[source, :tokens]
+            self._digests[target, tokens:] = 0
         contexts = iter(self._arithmetic.run(plan.sequences, self._digests) if plan.sequences else [])
         sampled, drawn, pooled = [s for s in plan.sequences if s.sample], list[int](), dict[str, list[float]]()
         for s in plan.sequences:
@@ -329,7 +334,7 @@ class PacedRunner:
 
     def _duration(self, plan: StepPlan) -> float:
         """Seconds that the step is to take."""
-        ms = self._times.step_ms(*plan.work)
+        ms = self._times.step_ms(*plan.work) + self._times.copy_ms(plan.copied_tokens)
         # log-normal with mean 1: a step is never negative and now and then much longer, as real ones are
         noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
         return ms / 1e3 * self._slowdown * noise
@@ -428,6 +433,7 @@ def _check(options: ModelledOptions) -> None:
         "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),
         "slowdown": (options.slowdown, 1.0, 1e6),
         "noise": (options.noise, 0.0, 1.0),
+        "tail-key-interval": (options.tail_key_interval, 0, BLOCK_TOKENS - 1),
         "kv-blocks": (1 if options.kv_blocks is None else options.kv_blocks, 1, 1 << 28),
     }
     for name, (value, low, high) in ranges.items():

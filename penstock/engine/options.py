@@ -8,6 +8,8 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.keys import TAIL_INTERVAL
 from penstock.nn.config import DTYPES
 from penstock.nn.graph import MODES
 from penstock.nn.reading import LOAD_FORMATS
@@ -33,6 +35,7 @@ class EngineOptions:
         remote_cache: URL of a store for a tier that engines share (transfer/stores.py); None is no such tier.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
+        tail_key_interval: tokens between the places inside a block at which a match may end; 0 is only at its end.
         kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: on a CPU, table with
             our own kernels and contiguous with torch's; table on CUDA, which has nothing else yet.
         kv_layout: "block" or "token", how a block is laid out (core/layout.py); "auto" is "block", which measured
@@ -61,6 +64,7 @@ class EngineOptions:
     remote_cache: str | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
+    tail_key_interval: int = TAIL_INTERVAL
     kv_address_mode: str = "auto"
     kv_layout: str = "auto"
     scheduling_policy: str = "slack"
@@ -78,6 +82,7 @@ def check_options(options: EngineOptions) -> None:
         "tensor-parallel-size": (options.tensor_parallel_size, 1, 64),
         "max-num-seqs": (options.max_num_seqs, 1, 65536),
         "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),
+        "tail-key-interval": (options.tail_key_interval, 0, BLOCK_TOKENS - 1),
         "gpu-memory-utilization": (options.gpu_memory_utilization, 0.01, 1.0),
     }
     for name, (value, low, high) in ranges.items():

@@ -98,7 +98,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         cache = self.cache
-        placed = None if cache.direct and not plan.fresh_blocks else cache.prepare(plan)
+        placed = None if cache.direct and not (plan.fresh_blocks or plan.copies) else cache.prepare(plan)
         batch = self._take_prepared(plan) or self._batch(plan, placed)
         try:
             if stop:  # so was the step before it, perhaps, and nobody has drawn the tokens that it goes on with

@@ -5,7 +5,8 @@ A block of an instance is in exactly one of four states:
     free     not held; its content is void
     held     sequences hold it (`holders`), or a hand-off in progress does (`transfers`); a full one may have a key,
              so that others can join
-    idle     not held, but it has a key: found by a prefix hit, or evicted when blocks are needed
+    idle     not held, but it has a key, or keys of what it begins with (`tails`): found by a prefix hit, or evicted
+             when blocks are needed
     spent    no holder here and no key, but another instance may be reading it: it is exchanged for another block of the
     source
 
@@ -24,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.groups import BESIDE, WHOLE, Windows, first_seen, held_of, keys_of_all, reach
+from penstock.kv.keys import Tail, TailIndex
 
 
 class BlockSource(Protocol):
@@ -51,6 +53,13 @@ class Published(NamedTuple):
         return self.parent != BESIDE
 
 
+class TailHit(NamedTuple):
+    """A match that ends inside a block: so many of its first tokens."""
+
+    block: int
+    tokens: int
+
+
 class Hit(NamedTuple):
     """A prefix that was found in the cache.
 
@@ -59,15 +68,17 @@ class Hit(NamedTuple):
         blocks: in a sequence's order.
         dropped: for each group, how many of its first blocks are not needed and perhaps not there: in their places
             stands the one after them.
+        tail: what goes on behind these blocks; None where nothing does.
     """
 
     length: int
     blocks: list[int]
     dropped: list[int]
+    tail: TailHit | None = None
 
     @property
     def tokens(self) -> int:
-        return self.length * BLOCK_TOKENS
+        return self.length * BLOCK_TOKENS + (0 if self.tail is None else self.tail.tokens)
 
     @property
     def held(self) -> list[int]:
@@ -82,6 +93,9 @@ class BlockPool:
         blocks: their ids, any numbers.
         source: takes blocks that other instances may be reading, and gives others; None without sharing.
         windowed: sequences let go of their first blocks while they hold others, because nothing will look so far back.
+
+    Attributes:
+        tails: blocks in which a match may end.
     """
 
     def __init__(self, blocks: Iterable[int], source: BlockSource | None = None, *, windowed: bool = False) -> None:
@@ -92,6 +106,7 @@ class BlockPool:
         self._ours: range | set[int] = self._fresh or set(self._free)
         self._holders: dict[int, int] = {}  # of blocks that have been held
         self._transfers: dict[int, int] = {}
+        self.tails = TailIndex()
         self._named: dict[int, Published] = {}  # every block with a key
         self._block: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction; a dict's first is slow to find
@@ -255,6 +270,21 @@ class BlockPool:
         self.release([block])
         return known
 
+    def leave(self, block: int, tail: Tail) -> None:
+        """The first tokens of a held block can be found from now on, whoever holds it later. Nothing before the end of
+        `tail` is written to it again."""
+        assert self._is_held(block)
+        same = self.tails.add(block, tail)
+        if same in self._idle:
+            self._idle.move_to_end(same)
+
+    def exclusive(self, tail: TailHit) -> bool:
+        """Whether who found this may take the block itself and go on in it, since nobody else holds, reads or could
+        find more of it."""
+        block = tail.block
+        there = block in self._idle and block not in self._named and block not in self._offered
+        return there and self.tails.filled(block) == tail.tokens
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """As if idle ones of these, given from head to tail, had been let go of just now."""
         for key in reversed(keys):
@@ -308,6 +338,7 @@ class BlockPool:
         assert self._holders[mine] == 1
         assert mine not in self._named
         assert mine not in self._transfers
+        assert mine not in self.tails
         self._trade([mine], [theirs])
         self._holders[theirs] = 1
         self._offered.add(theirs)
@@ -335,7 +366,7 @@ class BlockPool:
         if block in self._transfers:
             return
         self.used -= 1
-        if block in self._named:
+        if block in self._named or block in self.tails:
             self._idle[block] = None
         elif block in self._offered:
             self._spent.append(block)
@@ -352,7 +383,10 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        named = self._named.pop(block)
+        self.tails.remove(block)
+        named = self._named.pop(block, None)
+        if named is None:
+            return block
         key = named.key
         del self._block[key]
         if self._added.pop(key, None) is None and named.told:
@@ -420,14 +454,18 @@ class BlockPool:
         assert all(t > 0 for t in self._transfers.values())
         assert self._block == {named.key: block for block, named in self._named.items()}
         assert all(named.block == block for block, named in self._named.items())
-        assert self._named.keys().isdisjoint(free | spent)
-        assert idle <= self._named.keys()
+        tails = dict(self.tails.items())
+        assert (self._named.keys() | tails.keys()).isdisjoint(free | spent)
+        assert idle <= self._named.keys() | tails.keys()
+        self.tails.check()
         assert spent <= self._offered, "a block that nobody else knows is given back"
         assert not free & self._offered, "a block that somebody else may read would be reused"
         assert all(map(self.owns, self._offered))
         place = {block: i for i, block in enumerate(self._idle)}
-        for named in self._named.values():
-            block, parent = named.block, self._block.get(named.parent)
+        above = {block: tail.parent for block, tail in tails.items()}
+        above |= {named.block: named.parent for named in self._named.values()}
+        for block, key in above.items():
+            parent = self._block.get(key)
             if parent is None or block in self._offered or self._windowed:
                 continue  # the first block of a prefix, or one that came alone from elsewhere, its parent still to come
             assert self._is_held(parent) or not self._is_held(block), "a block is held without its parent"

@@ -356,6 +356,10 @@ class StepTime:
         """The same of so many blocks, each of one group of layers."""
         return blocks * self.shape.block_bytes / self.device.host_bandwidth * 1e3
 
+    def copy_ms(self, tokens: int) -> float:
+        """Time to copy the KV of so many tokens inside the device's memory."""
+        return 2 * tokens * self.shape.kv_bytes_per_token / self.device.bandwidth * 1e3
+
     def largest_prefill(self, limit_ms: float, low: int, high: int) -> int:
         """The largest multiple of GRAIN up to `high` whose prompt, prefilled in one step, stays within the limit; at
         least `low`."""

@@ -21,7 +21,8 @@ def repeatable(scheduler: Scheduler, plan: StepPlan, lengths: Mapping[str, int])
     Args:
         lengths: how many tokens each request will generate.
     """
-    if scheduler.num_waiting or scheduler.num_running != len(plan.sequences) or not scheduler.steady:
+    alike = scheduler.num_running == len(plan.sequences) and not plan.copies
+    if scheduler.num_waiting or not alike or not scheduler.steady:
         return 0, False
     most, longest = 1 << 30, scheduler.limits.max_model_len
     for step in plan.sequences:
@@ -87,6 +88,7 @@ def update(
         draw: for the others.
     """
     outputs: list[TokenOutput] = []
+    scheduler.kv.landed(plan.copies)
     for step in plan.sequences:
         drawn = step.start + 1  # its position, if this is a decode
         if step.sample and len(step.tokens) == 1 and drawn < news.get(step.request_id, 0):

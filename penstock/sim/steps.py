@@ -56,7 +56,7 @@ class StepTimer:
         if not work.prefills:
             read = self._times.seen(work.decodes, work.kv_tokens)
             return self._noisy(self._step_ms(work.decodes) + self._kv_ms * read)
-        return self._noisy(self._times.step_ms(*work))
+        return self._noisy(self._times.step_ms(*work) + self._times.copy_ms(plan.copied_tokens))
 
     def decodes(self, now: float, until: float, sequences: int, kv_tokens: int, most: int) -> list[float]:
         """When decode steps end that run one after the other, up to the first that ends at `until` or later.

@@ -12,7 +12,7 @@ import torch
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, RankFailed
-from penstock.core.plan import Branches, SequenceStep, StepPlan
+from penstock.core.plan import Branches, SequenceStep, StepPlan, TailCopy
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.executor import processes
@@ -176,12 +176,14 @@ def test_plans_arrive_as_they_were():
         branches=Branches([[0, 1], [1, 1]], 3, [7, 8]),
         pool="mean",
     )
-    plan = StepPlan((whole, replace(whole, request_id="b", generated=None, branches=None)), (4,), ("c",))
+    others = replace(whole, request_id="b", generated=None, branches=None)
+    plan = StepPlan((whole, others), (4,), ("c",), (TailCopy(1, 4, 20),))
     decode = PlanDecoder()
     for _ in range(2):  # the second time parameters are known
         arrived = decode(encode_plan(plan))
         assert arrived.fresh_blocks == (4,)
         assert arrived.released == ("c",)
+        assert arrived.copies == (TailCopy(1, 4, 20),)
         for mine, theirs in zip(plan.sequences, arrived.sequences, strict=True):
             for name in SequenceStep.__dataclass_fields__:
                 assert getattr(theirs, name) == getattr(mine, name), name

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.keys import KEY_BYTES, extend_keys, root_key
-from penstock.kv.pool import BlockPool, Published
+from penstock.kv.keys import KEY_BYTES, Tail, beginning_keys, extend_keys, root_key, sampled
+from penstock.kv.pool import BlockPool, Published, TailHit
 
 
 def test_a_key_names_everything_before_it():
@@ -155,3 +155,115 @@ def test_inherited_blocks_are_found_held_evicted_and_given_away(blocks, source):
         assert not pool.owns(1)
         assert max(taken) >= 1001
         source.given.clear()
+
+
+def tail_of(tokens: list[int], interval: int = 4, parent: bytes = b"p") -> Tail:
+    *keys, whole = beginning_keys(parent, tokens, 0, (*sampled(len(tokens), interval), len(tokens)))
+    return Tail(parent, keys, len(tokens), whole)
+
+
+def found(pool: BlockPool, tokens: list[int], interval: int = 4, parent: bytes = b"p") -> tuple[int, int] | None:
+    """(tokens of the match, block)."""
+    counts = sampled(len(tokens), interval)
+    hit = pool.tails.find(beginning_keys(parent, tokens, 0, counts))
+    return None if hit is None else (counts[hit[0]], hit[1])
+
+
+def test_sampled_places_are_inside_a_block():
+    assert [*sampled(11, 4)] == [4, 8]
+    assert [*sampled(12, 4)] == [4, 8, 12]
+    assert [*sampled(3, 4)] == []
+    assert [*sampled(BLOCK_TOKENS, 16)] == [16, 32, 48]
+    assert [*sampled(500, 32)] == [32]
+
+
+def test_a_partly_filled_block_is_kept_and_found_by_what_it_begins_with():
+    pool = BlockPool(range(3))
+    (block,) = pool.allocate(1)
+    pool.leave(block, tail_of([*range(10)]))
+    pool.check()
+    assert found(pool, [*range(30)]) == (8, block)
+    assert not pool.exclusive(TailHit(block, 10)), "somebody holds it"
+    pool.release([block])
+    pool.check()
+    assert (pool.used, pool.unused, pool.available) == (0, 2, 3)
+    assert found(pool, [0, 1, 2, 3, 4, 9, 9, 9]) == (4, block)
+    assert found(pool, [0, 1, 2, 9]) is None
+    assert found(pool, [*range(30)], parent=b"q") is None, "what stands before it is another's"
+    assert pool.exclusive(TailHit(block, 10))
+    assert not pool.exclusive(TailHit(block, 8)), "somebody may want the rest"
+    pool.allocate(3)
+    pool.check()
+    assert found(pool, [*range(30)]) is None
+    assert not pool.tails.behind(b"p")
+    assert pool.take_changes() == ([], []), "nobody else is told of tails"
+
+
+def test_who_leaves_what_another_has_leaves_nothing():
+    pool = BlockPool(range(4))
+    first, same, longer, full = pool.allocate(4)
+    pool.leave(first, tail_of([*range(10)]))
+    pool.release([first])
+    pool.leave(same, tail_of([*range(8)]))
+    pool.release([same])
+    assert pool.unused == 1
+    pool.leave(longer, tail_of([*range(11)]))
+    pool.release([longer])
+    assert pool.unused == 1
+    assert found(pool, [*range(30)]) == (8, longer)
+    pool.check()
+    assert pool.publish(full, b"full", b"p") == full
+    pool.leave(full, tail_of([*range(BLOCK_TOKENS)]))
+    pool.release([full])
+    assert found(pool, [*range(62)]) == (60, full)
+    assert not pool.exclusive(TailHit(full, BLOCK_TOKENS)), "it is found as a whole, too"
+    pool.check()
+
+
+def test_a_block_that_others_were_told_of_is_copied():
+    pool = BlockPool([0, 1], Exchange())
+    (block,) = pool.allocate(1)
+    pool.offer(block)
+    pool.leave(block, tail_of([*range(8)]))
+    pool.release([block])
+    pool.check()
+    assert found(pool, [*range(8)]) == (8, block)
+    assert not pool.exclusive(TailHit(block, 8)), "another instance may go on in it"
+    pool.allocate(2)
+    pool.check()
+    assert found(pool, [*range(8)]) is None
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", min_size=1, max_size=9), st.integers(0, 3)), max_size=40),
+    st.sampled_from([1, 2, 3]),
+)
+def test_the_longest_beginning_that_was_left_last_is_found(moves, interval):
+    """As long as nothing is evicted every match is as long as can be; and what is found is always what it should be."""
+    pool = BlockPool(range(60))
+    texts: dict[int, str] = {}
+    gone = 0
+    for text, evicted in moves:
+        gone += evicted
+        tokens = [*map(ord, text)]
+        if len(tokens) >= interval:
+            (block,) = pool.allocate(1)
+            pool.leave(block, tail_of(tokens, interval))
+            pool.release([block])
+            if block in pool.tails:
+                texts[block] = text
+        taken = pool.allocate(min(pool.available, pool.unused + evicted))
+        pool.release(taken)
+        texts = {block: known for block, known in texts.items() if block in pool.tails}
+        pool.check()
+        longest = max((common(known, text) for known in texts.values()), default=0) // interval * interval
+        hit = found(pool, tokens, interval)
+        if hit is None:
+            assert not longest or gone
+            continue
+        assert texts[hit[1]][: hit[0]] == text[: hit[0]]
+        assert hit[0] == longest or gone
+
+
+def common(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from penstock.kv.groups import WHOLE
 from penstock.nn import loader, native
 from penstock.nn.loader import load_model
 from penstock.nn.methods import PLAIN
@@ -116,8 +117,12 @@ def test_same_tokens_however_it_runs(request, model, make_engine, variant):
 
     cached = Collector(make_engine(model))
     cached.run(make_request("first", PROMPT))
+    turn = make_request("turn", [*PROMPT, *cached.tokens["first"], 5, 6], seed=7, max_tokens=8, **VARIANTS[variant])
+    again = Collector(make_engine(model, prefix_cache=False)).run(turn)["turn"]
+    assert cached.run(turn)["turn"] == again
     assert cached.run(mine())["mine"] == alone
-    assert cached.cached["mine"] == 192
+    ends_inside = cached.engine.scheduler.kv.windows == WHOLE
+    assert (cached.cached["turn"], cached.cached["mine"]) == ((223, 196) if ends_inside else (192, 192))
 
     # drafts that are right, wrong, or now and then wrong; of the others all are wrong
     known = [*PROMPT, *alone]

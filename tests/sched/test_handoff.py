@@ -186,6 +186,8 @@ class Node:
     def end(self, plan):
         for block in plan.fresh_blocks:
             self.memory[block] = [None] * BLOCK_TOKENS
+        for source, target, kept in plan.copies:
+            self.memory[target] = [*self.memory[source][:kept], *[None] * (BLOCK_TOKENS - kept)]
         tokens = []
         for s in plan.sequences:
             for i, token in enumerate(s.tokens, s.start):

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import takewhile
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -142,6 +142,14 @@ class Engine:
         for i in range(BLOCK_TOKENS):
             self.cells.pop((block, i), None)
 
+    def make_ready(self, plan: StepPlan) -> None:
+        for block in plan.fresh_blocks:
+            self.clear(block)
+        for source, target, tokens in plan.copies:
+            kept = [self.cells[source, i] for i in range(tokens)]
+            self.clear(target)
+            self.cells |= {(target, i): past for i, past in enumerate(kept)}
+
     def begin(self) -> StepPlan | None:
         if self.flying and not (self.ahead and len(self.flying) == 1 and self.scheduler.look_ahead()):
             return None
@@ -173,11 +181,13 @@ class Engine:
             regions = [s.branches.blocks for s in plan.sequences if s.branches is not None]
             for blocks in [plan.fresh_blocks, *(s.blocks for s in plan.sequences), *regions]:
                 assert all(map(pool.holders, blocks)), "a block is anybody's while a step may touch it"
+            for source, target, _ in plan.copies:
+                assert pool.holders(source), "a block is anybody's while it is copied"
+                assert pool.holders(target), "a block is anybody's while a step may touch it"
 
     def end(self) -> StepPlan:
         plan = self.flying.pop(0)
-        for block in plan.fresh_blocks:
-            self.clear(block)
+        self.make_ready(plan)
         sampled, candidates, pooled = [], {}, {}
         for s in plan.sequences:
             if s.branches is not None:
@@ -216,8 +226,7 @@ class Engine:
         """All that is in flight ends early: the first has written something, and those behind it nothing."""
         for place, plan in enumerate(self.flying[:]):
             self.flying.pop(0)
-            for block in plan.fresh_blocks:
-                self.clear(block)
+            self.make_ready(plan)
             for s in plan.sequences if not place and self.windows == WHOLE else ():
                 for position in range(s.start, s.start + (0 if s.branches else len(s.tokens) // 2)):
                     self.cells[s.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = ["half"]
@@ -305,6 +314,7 @@ def make(
     speculation=None,
     windows=WHOLE,
     scarce=0.0,
+    tails=4,
 ) -> Engine:
     """
     Args:
@@ -334,6 +344,7 @@ def make(
         offload=Offload(pool, lanes) if lanes else None,
         speculation=speculation,
         windows=windows,
+        tail_interval=tails,
     )
     if block_seconds is not None:
         scheduler.predict_by(TIMES)
@@ -365,7 +376,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 10),
         budget=st.integers(5, 200),
         sequences=st.integers(1, 5),
-        prefix=st.booleans(),
+        prefix=st.sampled_from([True, True, False]),
         policy=st.sampled_from(sorted(LOCAL_POLICIES)),
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
@@ -373,20 +384,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.booleans(),
         block_seconds=st.sampled_from([None, None, 1e-6, 1e-4, 1e-3]),
         wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
-        windows=st.sampled_from([WHOLE, WHOLE, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
+        windows=st.sampled_from([*[WHOLE] * 6, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
         scarce=st.floats(0.0, 1.0),
+        tails=st.sampled_from([4, 4, 0, 1, 7, 63]),
     )
-    def start(self, num_blocks, budget, sequences, prefix, policy, wrong, **options):
+    def start(self, num_blocks, budget, sequences, prefix, wrong, **how):
         drafts = None if wrong is None else guessing(expected, wrong)
-        self.engine = make(
-            num_blocks,
-            budget,
-            sequences,
-            prefix,
-            policy=policy,
-            speculation=drafts,
-            **options,
-        )
+        self.engine = make(num_blocks, budget, sequences, prefix, speculation=drafts, **how)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}
         self.pooling: dict[str, str] = {}
@@ -413,6 +417,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[name] = (prompt, max_tokens)
         self.engine.scheduler.add(request(name, prompt, max_tokens, priority, **promise), now=self.engine.now)
         self.engine.send()
+
+    @precondition(lambda self: self.requests)
+    @rule(
+        data=st.data(),
+        turns=st.lists(st.tuples(st.sampled_from([8, 9]), st.integers(0, 70), st.booleans()), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 80),
+        priority=st.integers(0, 2),
+    )
+    def go_on(self, data, turns, max_tokens, priority):
+        """From what was asked before, and was perhaps answered: the next turns of a chat, or the same prompt again."""
+        before = data.draw(st.sampled_from(sorted(self.requests)))
+        for token, own, answered in turns:
+            said = self.engine.out.get(before, []) if answered else []
+            prompt = [*self.requests[before][0], *said, *[token] * own][: self.longest - 1]
+            name = f"r{len(self.requests)}"
+            self.requests[name] = (prompt, min(max_tokens, self.longest - len(prompt)))
+            self.engine.scheduler.add(request(name, prompt, self.requests[name][1], priority), now=self.engine.now)
+            self.engine.send()
 
     @rule(
         prefix=st.sampled_from([0, 63, 64, 128]),
@@ -616,7 +638,7 @@ def test_of_mixed_layers_those_with_a_window_give_back_what_left_it(ahead, prefi
 
 def test_placeholders_of_other_media_share_nothing_from_there_on():
     engine, prompt = make(), [1] * 70 + [2] * 60 + [3] * 40
-    for name, digest, cached in (("a", b"cat", 0), ("b", b"dog", 64), ("c", b"cat", 128)):
+    for name, digest, cached in (("a", b"cat", 0), ("b", b"dog", 64), ("c", b"cat", 168)):
         media = (MediaSpan(70, 60, digest),)
         engine.scheduler.add(request(name, prompt, media=media))
         sequence = engine.scheduler.sequence(name)
@@ -667,9 +689,174 @@ def test_the_same_prompt_twice_hits_all_but_what_must_be_computed():
         plans = []
         while engine.scheduler.has_work:
             plans.append(engine.step())
-    assert plans[0].sequences[0].start == 3 * BLOCK_TOKENS
-    assert engine.scheduler.counters.prefix_hits == 3 * BLOCK_TOKENS
+    assert plans[0].sequences[0].start == 196  # of the last block as far as to one of the sampled places
+    assert engine.scheduler.counters.prefix_hits == 196
     assert engine.scheduler.counters.prefix_queries == 400
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 3, **how) -> StepPlan:
+    """Its first step."""
+    engine.scheduler.add(request(name, prompt, max_tokens, **how), now=engine.now)
+    plan = engine.begin()
+    engine.end()
+    engine.scheduler.check()
+    return plan
+
+
+def chat(length: int = 100) -> list[int]:
+    """What a first turn is, whose answer does not end early."""
+    return next(p for i in range(99) if STOP not in expected(p := [*range(i, i + length)], 8))
+
+
+def test_the_next_turn_of_a_chat_goes_on_in_the_block_that_the_last_one_ended_in():
+    engine, prompt = make(budget=400), chat()
+    ask(engine, "first", prompt)
+    run(engine)
+    engine.scheduler.check()
+    said = expected(prompt, 3)
+    plan = ask(engine, "next", [*prompt, *said, 7, 8])
+    # the KV of the last token that was said was never computed
+    assert (plan.sequences[0].start, plan.sequences[0].tokens) == (102, [said[-1], 7, 8])
+    assert [copy[0] == copy[1] for copy in plan.copies] == [True]
+    assert not plan.fresh_blocks
+    assert engine.scheduler.sequence("next").cached_tokens == 102
+    run(engine)
+    assert engine.out["next"] == expected([*prompt, *said, 7, 8], 3)
+    assert engine.scheduler.pool.unused == 14
+
+
+def test_two_that_go_on_from_one_block_at_once_both_have_it():
+    """The first takes it; what stands in it up to there goes on to be found, and the second copies that."""
+    engine, prompt = make(budget=400), chat()
+    ask(engine, "first", prompt)
+    run(engine)
+    further = {name: [*prompt, *expected(prompt, 3), *[token] * 5] for name, token in (("a", 7), ("b", 8), ("c", 9))}
+    for name in "ab":
+        engine.scheduler.add(request(name, further[name], 3), now=engine.now)
+    plan = engine.begin()
+    (_, mine, _), (source, target, tokens) = plan.copies
+    assert (source, tokens) == (mine, 38)
+    assert target in plan.fresh_blocks
+    assert [s.start for s in plan.sequences] == [102, 102]
+    assert engine.scheduler.pool.holders(source) == 2, "it is held while it is copied"
+    engine.end()
+    run(engine)
+    ask(engine, "c", further["c"])
+    assert engine.scheduler.sequence("c").cached_tokens == 100, "where they both go on is no sampled place"
+    run(engine)
+    assert all(engine.out[name] == expected(further[name], 3) for name in "abc")
+
+
+def test_of_a_block_that_goes_on_otherwise_the_beginning_is_copied_and_the_rest_stays():
+    engine, prompt = make(budget=400), chat()
+    ask(engine, "first", prompt, 8)
+    run(engine)
+    plan = ask(engine, "fork", [*prompt[:90], *[7] * 30])
+    assert [copy.tokens for copy in plan.copies] == [24]
+    assert engine.scheduler.sequence("fork").cached_tokens == 88, "as far as to a sampled place"
+    plan = ask(engine, "next", [*prompt, *expected(prompt, 8), 7])
+    assert engine.scheduler.sequence("next").cached_tokens == 107
+    assert plan.copies[0].source == plan.copies[0].target
+    run(engine)
+    assert engine.out["fork"] == expected([*prompt[:90], *[7] * 30], 3)
+
+
+def test_a_prompt_is_found_while_it_is_answered_but_not_before_it_is_computed():
+    engine, prompt = make(budget=100), chat()
+    for name in "abc":
+        engine.scheduler.add(request(name, prompt, 20), now=engine.now)
+    run(engine)
+    assert engine.scheduler.counters.prefix_hits == 96 + 96, "of both that came to run later"
+    assert all(engine.out[name] == expected(prompt, 20) for name in "abc")
+
+
+TURNS = st.tuples(
+    st.integers(0),  # which text it goes on from
+    st.integers(0, 200),  # as far as to there
+    st.integers(1, 40),  # tokens of its own
+    st.integers(1, 12),  # of its output
+    st.sampled_from([0, 0, 1, 2, 30]),  # steps after it came
+    st.sampled_from(["", "", "", "cancel", "interrupt", "fail"]),  # what happens then
+    st.integers(0, 1),  # priority
+)
+
+
+@given(
+    num_blocks=st.integers(2, 7),
+    sequences=st.integers(1, 4),
+    budget=st.sampled_from([8, 60, 300]),
+    ahead=st.booleans(),
+    tails=st.sampled_from([1, 4, 4, 7]),
+    turns=st.lists(TURNS, min_size=2, max_size=14),
+)
+@settings(max_examples=60)
+def test_whoever_goes_on_inside_a_block_reads_what_is_its_own(num_blocks, sequences, budget, ahead, tails, turns):
+    """Texts that share beginnings of any length, in a cache that is often too small for them."""
+    engine = make(num_blocks, budget, sequences, ahead=ahead, tails=tails)
+    scheduler, texts, asked = engine.scheduler, [[*range(num_blocks * BLOCK_TOKENS)]], {}
+    for i, (pick, shared, own, output, steps, then, priority) in enumerate(turns):
+        prompt = [*texts[pick % len(texts)][:shared], *[i + 60] * own][: num_blocks * BLOCK_TOKENS - output]
+        asked[name := f"r{i}"] = prompt, output
+        texts.append([*prompt, *expected(prompt, output)])
+        scheduler.add(request(name, prompt, output, priority), now=engine.now)
+        for _ in range(steps):
+            if engine.has_work:
+                engine.step()
+                scheduler.check()
+        if then and ahead:
+            engine.begin()
+        if then == "cancel" and scheduler.cancel(name):
+            del asked[name]
+        elif then == "interrupt":
+            engine.interrupt()
+        elif then == "fail":
+            engine.flying.clear()
+            scheduler.abandon()
+        scheduler.check()
+    run(engine)
+    assert scheduler.pool.used == 0
+    assert all(engine.out[name] == expected(*each) for name, each in asked.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "cached"),
+    [({}, 96), ({"cache_salt": "b"}, 0), ({"params": SamplingParams(prompt_logprobs=1)}, 0), ({"pooling": "mean"}, 0)],
+)
+def test_who_may_not_share_a_prefix_does_not_share_its_end(changes, cached):
+    engine = make(budget=400)
+    ask(engine, "first", chat())
+    run(engine)
+    engine.scheduler.add(request("next", chat(), 0 if "pooling" in changes else 3, **changes), now=engine.now)
+    sequence = engine.scheduler.sequence("next")
+    plan = engine.begin()
+    assert (sequence.cached_tokens, len(plan.copies)) == (cached, cached > 0)
+
+
+def test_without_keys_inside_blocks_only_whole_ones_are_found():
+    engine, prompt = make(budget=400, tails=0), chat()
+    for name in "ab":
+        plan = ask(engine, name, prompt)
+        run(engine)
+    assert plan.sequences[0].start == 64
+    assert engine.scheduler.pool.unused == 15
+
+
+def test_what_was_to_be_copied_by_a_step_that_failed_is_nowhere_found():
+    """Nor what a step did that was cancelled meanwhile; who comes then has what was there before."""
+    for cancels in (False, True):
+        engine, prompt = make(budget=400, ahead=True), chat()
+        ask(engine, "first", prompt)
+        run(engine)
+        engine.scheduler.add(request("fork", [*prompt[:90], *[7] * 30], 3), now=engine.now)
+        target = engine.begin().copies[0].target
+        if cancels:
+            assert engine.scheduler.cancel("fork")
+        engine.flying.clear()
+        engine.scheduler.abandon()
+        assert target not in engine.scheduler.pool.tails
+        engine.scheduler.check()
+        run(engine)
+        assert cancels or engine.out["fork"] == expected([*prompt[:90], *[7] * 30], 3)
 
 
 def test_a_prompt_of_whole_blocks_still_computes_its_last_token():
@@ -677,7 +864,7 @@ def test_a_prompt_of_whole_blocks_still_computes_its_last_token():
     for name in ("first", "second"):
         engine.scheduler.add(request(name, [3] * 128, 1))
         run(engine)
-    assert engine.scheduler.counters.prefix_hits == BLOCK_TOKENS
+    assert engine.scheduler.counters.prefix_hits == BLOCK_TOKENS + 60  # the second block could not be shared whole
 
 
 def test_the_same_prompt_at_the_same_time_ends_in_shared_blocks():

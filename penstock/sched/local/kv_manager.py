@@ -7,9 +7,10 @@ from collections.abc import Iterable, Set
 from collections.abc import Sequence as Items
 from operator import attrgetter, gt
 
-from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.groups import Windows, key_of, keys_of_all, largest_chunk, most_held, parent_of, reach, stand_in
-from penstock.kv.pool import BlockPool, Hit
+from penstock.core.plan import BLOCK_TOKENS, TailCopy
+from penstock.kv.groups import WHOLE, Windows, key_of, keys_of_all, largest_chunk, most_held, parent_of, reach, stand_in
+from penstock.kv.keys import Tail, sampled
+from penstock.kv.pool import BlockPool, Hit, TailHit
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, WantedBlock, blocks_for, wanted_blocks
@@ -24,6 +25,8 @@ class KVManager:
         in_flight: whose blocks stay held until they have landed.
         offload: None without tiers below the device.
         windows: of the model's groups of layers.
+        tail_interval: tokens between the places inside a block at which a match may end; 0 is only at its end. With
+            windows it ends there in any case: what a window sees of other blocks would have to be there, too.
 
     Attributes:
         limits: of steps, now.
@@ -39,10 +42,14 @@ class KVManager:
         in_flight: InFlightSteps,
         offload: Offload | None,
         windows: Windows,
+        tail_interval: int,
     ) -> None:
         self.pool, self.offload, self.limits = pool, offload, limits
         self._prefix_cache, self._in_flight = prefix_cache, in_flight
         self.windows, self.windowed = windows, windows != (None,) * len(windows)
+        self._tail_interval = tail_interval if prefix_cache and windows == WHOLE else 0
+        self._copies: dict[Sequence, TailCopy] = {}  # for the plan that is being made
+        self._copying: dict[int, TailCopy] = {}  # by target, of plans that have not landed
         self.pinned: Counter[int] = Counter()
         self._largest = largest_chunk(windows, limits.max_model_len, pool.num_blocks)
         assert self._largest, "the longest sequence does not fit the pool"
@@ -73,9 +80,43 @@ class KVManager:
         """What is cached of the prefix that these keys name."""
         return self.pool.find(keys if self._prefix_cache else (), self.windows)
 
-    def prefix_hit(self, sequence: Sequence) -> Hit:
-        """What is cached of its tokens."""
-        return self.match(self._keys(sequence))
+    def prefix_hit(self, sequence: Sequence, running: list[Sequence] | None = None) -> Hit:
+        """What is cached of its tokens.
+
+        Args:
+            running: all that run, if it is to be admitted beside them: then a match ends inside a block only where
+                there is room for it.
+        """
+        hit = self.match(self._keys(sequence))
+        if self._tail_interval and not sequence.reads_all and (tail := self._find_tail(sequence, hit.length)):
+            longer = hit._replace(tail=tail)
+            if running is None or self._has_room(sequence, longer, running):
+                return longer
+        return hit
+
+    def _find_tail(self, sequence: Sequence, place: int) -> TailHit | None:
+        """Of its block at a place as much as is cached, but never all of its tokens."""
+        tails, interval = self.pool.tails, self._tail_interval
+        most = len(sequence.tokens) - 1 - place * BLOCK_TOKENS
+        if most < interval or not tails.behind(sequence.parent(place)):
+            return None
+        counts = sampled(most, interval)
+        found = tails.find(sequence.beginning_keys(place, counts))
+        if found is None:
+            return None
+        count, (at, block, tail) = counts[found[0]], found
+        ends_next = at + 1 == len(tail.keys) and count < tail.filled <= min(most, BLOCK_TOKENS - 1)
+        if ends_next and sequence.beginning_keys(place, [tail.filled]) == [tail.whole]:
+            count = tail.filled
+        return TailHit(block, count)
+
+    def _has_room(self, sequence: Sequence, hit: Hit, running: list[Sequence]) -> bool:
+        """Whether it can be admitted with a hit, and nobody has to give way."""
+        assert hit.tail is not None
+        needed = sequence.missing(self.chunk, hit) + sum(map(self.pool.idle, hit.held))
+        if not self.pool.exclusive(hit.tail):
+            needed += self.pool.idle(hit.tail.block)  # it is held as long as it is read
+        return needed <= self.room_without([], [], running)
 
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """The prefix keys that may be matched: never of all its tokens, since the last one's output is needed, and none
@@ -173,14 +214,48 @@ class KVManager:
 
     # --- blocks of sequences
 
-    def admit(self, sequence: Sequence, hit: Hit) -> None:
-        """Admit it with the blocks that were found."""
+    def admit(self, sequence: Sequence, hit: Hit) -> list[int]:
+        """Admit it with the blocks that were found. Returns those that are new."""
         self.pool.hold(hit.held)
         sequence.blocks, sequence.dropped = hit.blocks, hit.dropped
         sequence.computed = hit.tokens
         sequence.published = hit.length
         if self.offload is not None:
             self.offload.use(sequence)
+        if hit.tail is None:
+            return []
+        source, tokens = hit.tail
+        exclusive = self.pool.exclusive(hit.tail)
+        self.pool.hold([source])
+        new = [] if exclusive else self.pool.allocate(1)
+        target = source if exclusive else new[0]
+        sequence.blocks = [*sequence.blocks, target]
+        self._copies[sequence] = TailCopy(source, target, tokens)
+        return new
+
+    def take_copies(self) -> tuple[TailCopy, ...]:
+        """Those of the plan that is made. Until it has `landed`, nobody else gets their blocks."""
+        if not self._copies:
+            return ()
+        copies = tuple(self._copies.values())
+        self._copies.clear()
+        self._copying |= {copy.target: copy for copy in copies}
+        return copies
+
+    def landed(self, copies: Iterable[TailCopy]) -> None:
+        """The plan that had these has been computed, or will never be."""
+        for copy in copies:
+            del self._copying[copy.target]
+            self._end_copy(copy)
+
+    def _end_copy(self, copy: TailCopy) -> None:
+        if copy.source != copy.target:
+            self.pool.release([copy.source])
+
+    def copied_from(self) -> list[int]:
+        """Blocks that are held because they are copied."""
+        copies = (*self._copies.values(), *self._copying.values())
+        return [copy.source for copy in copies if copy.source != copy.target]
 
     def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
         """Blocks for its next `count` tokens, which must be there, and for the step after them, if that evicts nothing.
@@ -324,10 +399,26 @@ class KVManager:
         if self.offload is not None:
             self.offload.keep(sequence)
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Of all its blocks."""
+    def leave_tail(self, sequence: Sequence) -> None:
+        """Have the block of the last token that is computed of it found by what it begins with."""
+        interval, count = self._tail_interval, min(sequence.findable, sequence.settled)
+        place = (count - 1) // BLOCK_TOKENS
+        filled = count - place * BLOCK_TOKENS
+        if not interval or min(count, filled) < interval or sequence.published < count // BLOCK_TOKENS:
+            return
+        block = sequence.blocks[place]
+        if block not in self._copying:  # else it has not got yet what it is to have
+            *keys, whole = sequence.beginning_keys(place, (*sampled(filled, interval), filled))
+            self.pool.leave(block, Tail(sequence.parent(place), keys, filled, whole))
+
+    def let_go(self, sequence: Sequence, *, known: bool = True) -> None:
+        """Of all its blocks; unless it is `known` what is in them, what is not full is not found again."""
         # what is on its way is checked where it arrives, and asked for again
         self.end_transfer(sequence)
+        if (copy := self._copies.pop(sequence, None)) is not None:  # which nobody was told to make
+            self._end_copy(copy)
+        elif known:
+            self.leave_tail(sequence)
         if self.offload is not None:
             self.offload.let_go(sequence)
         if not self._in_flight.keep(sequence):

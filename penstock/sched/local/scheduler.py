@@ -18,9 +18,10 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult, TailCopy
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, stand_in
+from penstock.kv.keys import TAIL_INTERVAL
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.beams import BeamGroup, check_group
 from penstock.sched.local.kv_manager import KVManager
@@ -74,16 +75,17 @@ class StepBuilder:
             return self.budget
         return min(self.budget, self._offline - sum([count for count in self.grants.values() if count > 1]))
 
-    def plan(self, released: list[str]) -> StepPlan:
+    def plan(self, released: list[str], copies: tuple[TailCopy, ...]) -> StepPlan:
         """
         Args:
-            released: see `StepPlan`.
+            released, copies: see `StepPlan`.
         """
         drafts = self.drafts
         return StepPlan(
             tuple([s.step(count, drafts.get(s, ())) for s, count in self.grants.items()]),
             tuple([block for blocks in self.fresh.values() for block in blocks]),
             tuple(released),
+            copies,
         )
 
 
@@ -104,6 +106,7 @@ class Scheduler:
             whenever `add` may.
         speculation: a new one; None computes no drafts.
         windows: of the model's groups of layers (`kv.groups`). Blocks that left them are given back.
+        tail_interval: see `KVManager`.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Scheduler:
         offload: Offload | None = None,
         speculation: Speculation | None = None,
         windows: Windows = WHOLE,
+        tail_interval: int = TAIL_INTERVAL,
     ) -> None:
         self.pool = pool
         self.root = root
@@ -125,7 +129,7 @@ class Scheduler:
         self.speculation = speculation
         self._policy = Fcfs() if policy is None else policy
         self._in_flight = InFlightSteps()
-        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows)
+        self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows, tail_interval)
         self._windows = windows
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
@@ -458,7 +462,7 @@ class Scheduler:
         if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
         released, self._released = self._released, []
-        return builder.plan(released)
+        return builder.plan(released, self.kv.take_copies())
 
     def _build(self, delay: Callable[[], float]) -> StepBuilder:
         """A step of all that need not run alone."""
@@ -549,8 +553,8 @@ class Scheduler:
         """The runner has failed and stopped. The steps in flight are computed again."""
         while self._in_flight:
             for sequence in self._land(self._in_flight.first).values():
-                if sequence.blocks:  # whose contents are unknown
-                    self._preempt(sequence)
+                if sequence.blocks:
+                    self._preempt(sequence, known=False)
 
     def _pause(self, sequence: Sequence) -> None:
         """It is to leave, and nothing that is in flight computes it."""
@@ -561,6 +565,7 @@ class Scheduler:
 
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
         """The plan's blocks are no longer in use. Returns the sequences that it computed."""
+        self.kv.landed(plan.copies)
         flight = self._in_flight.land(plan, self._running)
         if flight is None:
             return self._sequences
@@ -604,6 +609,8 @@ class Scheduler:
                 output = told
             if sequence.answered is None:
                 sequence.wait = self._wait(sequence)
+                if output.finish is None:  # else it leaves more at once
+                    self.kv.leave_tail(sequence)
             if sequence.answered is None or output.finish is not None:
                 self.measurements.stamp(sequence, output, ended)
             if output.finish is not None:
@@ -778,7 +785,7 @@ class Scheduler:
         if self._load(sequence):
             self._waiting.remove(sequence)
             return True
-        hit = self.kv.prefix_hit(sequence)
+        hit = self.kv.prefix_hit(sequence, self._running)
         cached = hit.tokens
         rest = len(sequence.tokens) - cached
         most = min(rest, builder.left_for(sequence), self.kv.chunk)
@@ -799,12 +806,14 @@ class Scheduler:
         for victim in victims:
             builder.forget(victim)
             self._preempt(victim)
-        if victims:  # their tokens are available again
+        if victims:  # their tokens are available again, and the tail that was found may be one of theirs
+            hit = hit._replace(tail=None)
+            cached, rest = hit.tokens, len(sequence.tokens) - hit.tokens
             most = min(rest, builder.left_for(sequence), self.kv.chunk)
             count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        self.kv.admit(sequence, hit)
+        new = self.kv.admit(sequence, hit)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
             self.counters.prefix_queries += len(sequence.tokens)
@@ -815,6 +824,8 @@ class Scheduler:
                 self.counters.prefix_loads += loaded
             self.counters.prefix_fetches += min(sequence.fetched, cached - loaded)
         self._grant(builder, sequence, count)
+        if new:
+            builder.fresh.setdefault(sequence, []).extend(new)
         if allowance.bounded:
             allowance.granted(sequence, cached, count)
         return True
@@ -831,20 +842,20 @@ class Scheduler:
         here = sum([s.rows for s in self._running]) + len(self._in_flight.ending)
         return here + len(self._migrating) + len(self.reservations.open)
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Preempt it: free its blocks, and queue it."""
+    def _preempt(self, victim: Sequence, *, known: bool = True) -> None:
+        """Preempt it: free its blocks, and queue it. See `KVManager.let_go`."""
         self._running.remove(victim)
-        self._let_go(victim)
+        self._let_go(victim, known=known)
         victim.restart()
         victim.gave_way = True
         self._enqueue(victim)
         self.counters.preemptions += 1
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: Sequence, *, known: bool = True) -> None:
         """Free its blocks."""
         if self.speculation is not None:
             self.speculation.forget(sequence)
-        self.kv.let_go(sequence)
+        self.kv.let_go(sequence, known=known)
         self._released.append(sequence.id)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -868,6 +879,7 @@ class Scheduler:
         owners: list[Sequence | Reservation] = [*holding, *self.reservations.open]
         held = [*(owner.held for owner in owners), *self._in_flight.kept, self.reservations.quarantine]
         holders = Counter(block for blocks in held for block in blocks) + self.kv.pinned
+        holders += Counter(self.kv.copied_from())
         transfers = Counter(block for s in holding for block in s.transferring.values())
         if self.offload is not None:
             self.offload.check()

@@ -4,7 +4,7 @@ those that wait."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from math import inf
@@ -13,7 +13,7 @@ from operator import attrgetter
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep
 from penstock.core.request import FinishReason, Pooling, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, held_of, parent_of, spanned
-from penstock.kv.keys import extend_keys, salted
+from penstock.kv.keys import beginning_keys, extend_keys, salted
 from penstock.kv.pool import Hit
 
 _turn = attrgetter("turn")
@@ -265,6 +265,16 @@ class Sequence:
     def extend_keys(self, full_blocks: int) -> None:
         """Have the prefix keys of so many blocks."""
         extend_keys(self.keys, self.root, self.tokens, full_blocks, self.request.media)
+
+    def beginning_keys(self, place: int, counts: Iterable[int]) -> list[bytes]:
+        """The keys of the beginnings of its block at a place, so many tokens each; see `kv.keys.beginning_keys`."""
+        self.extend_keys(place)
+        media = self.request.media
+        return beginning_keys(self.parent(place), self.tokens, place * BLOCK_TOKENS, counts, media)
+
+    def parent(self, place: int) -> bytes:
+        """Key of what comes before its block at a place, which must be known."""
+        return self.keys[place - 1] if place else self.root
 
     # --- what it takes
 
