@@ -253,7 +253,12 @@ class TestDirectory:
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
         assert stat.S_IMODE((folder / NAMESPACE).stat().st_mode) == 0o700
 
-    def test_what_was_used_longest_ago_goes(self, folder):
+    @pytest.mark.parametrize(
+        "use",
+        [got, lambda store, number: store.contains([key(number)]), lambda store, number: store.put(blocks(number))],
+        ids=["got", "found", "put again"],
+    )
+    def test_what_was_used_longest_ago_goes(self, folder, use):
         size = 256 * 2 * RECORD_BYTES
         same = [n for n in range(4000) if key(n)[0] == 7]  # one folder's, which has room for two
         with closing(open_store(f"file://{folder}?size={size}", NAMESPACE, BLOCK_BYTES)) as store:
@@ -262,7 +267,7 @@ class TestDirectory:
             for age, number in enumerate((same[0], same[1])):
                 path = folder / NAMESPACE / "07" / key(number).hex()
                 os.utime(path, (time.time() - 1000 + age,) * 2)
-            assert got(store, same[0]) == 1  # which makes it the younger one
+            use(store, same[0])  # which makes it the younger one
             store.put(blocks(same[2]))
             assert [got(store, number) for number in same[:3]] == [1, 0, 1]
 
