@@ -412,6 +412,11 @@ class TestMooncake:
         with pytest.raises(ConfigError, match=r"segment of 1048576\.0 GiB"):
             self.open(master, segment=1 << 50)
 
+    def test_rdma_needs_its_hardware(self, master, tmp_path, monkeypatch):
+        monkeypatch.setattr(mooncake_store, "RDMA_DEVICES", tmp_path / "none")
+        with pytest.raises(ConfigError, match=r"protocol=rdma, allowed here is tcp"):
+            self.open(master, protocol="rdma")
+
 
 def test_without_mooncake(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
