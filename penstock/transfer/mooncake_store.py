@@ -160,6 +160,7 @@ class MooncakeStore:
     def close(self) -> None:
         """Not where the master does not answer: closing it would wait for that, and all of Python with it."""
         if self._store is not None:
+            self._address_here()  # which says at once that there is none
             self.has([bytes(1)])
             self._store.close()
 
