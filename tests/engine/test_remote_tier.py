@@ -276,6 +276,7 @@ def test_built_from_options(checkpoint, tmp_path, patient):
         collector = Collector(built.engine)
         tokens = collector.run(make_request("first", prompt_of(0, 250)))["first"]
         built.engine.settle()
+        assert built.store.startswith(f"file://{tmp_path}/store ")
         found.append((tokens, collector.cached["first"], [*built.engine.movers]))
         built.close()
     (tokens, none, tiers), (again, cached, more) = found
