@@ -169,12 +169,11 @@ def test_a_store_that_forgets_or_spoils_costs_nothing_but_time(engines, tmp_path
 
 
 def test_a_store_that_stands_still_is_waited_for_a_moment_only_and_is_back_when_it_answers(
-    engines, memory, monkeypatch
+    engines, memory, patient, monkeypatch
 ):
-    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 0.05)
-    first = engines("file:///x")
+    first, second = engines("file:///x"), engines("file:///x")
     tokens, _ = first.ask("a")
-    second = engines("file:///x")
+    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 0.05)
     memory.open.clear()
     run = second.collector.run
     assert run(make_request("a", PROMPT, max_tokens=8))["a"] == tokens
