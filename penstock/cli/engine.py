@@ -273,6 +273,7 @@ def introduce(
         device_model=device,
         shape=built.shape,
         kv_pool="" if built.pool is None else built.pool.name,
+        store=built.store,
         weights_from=weights_from,
         weights_seconds=0.0 if loaded is None else loaded.seconds,
         weights_at="" if peers is None else peers.serve(device),

@@ -23,7 +23,6 @@ from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.memory import check_asked, size_cache
 from penstock.engine.options import EngineOptions, check_options, device_of
-from penstock.engine.remote_tier import check_remote_tier, open_remote_tier
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
@@ -59,6 +58,7 @@ class Built:
         shape: of the model.
         pool: where its blocks are; None on CUDA, where they are in the device's own memory.
         memory: of all ranks, which can be given back.
+        store: names the remote tier and what of it its blocks are; "" without one.
     """
 
     engine: Engine
@@ -67,6 +67,7 @@ class Built:
     shape: ModelShape
     pool: KVPool | None
     memory: Memory
+    store: str = ""
 
     @property
     def runner(self) -> Runner:
@@ -116,7 +117,10 @@ def build_engine(
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     check_host_tier(options.host_cache_memory, device)
     check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
-    check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
+    if options.remote_cache is not None:
+        from penstock.engine.remote_tier import check_remote_tier  # others need no store's libraries
+
+        check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
@@ -180,7 +184,7 @@ def _build(
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
-    lanes, movers = list[Lane](), dict[str, TierBelow]()
+    lanes, movers, store = list[Lane](), dict[str, TierBelow](), ""
     if slots:
         lanes.append(Lane(Tier(slots), mirrors=True))
         movers["host"] = open_host_tier(cache, slots)
@@ -190,9 +194,11 @@ def _build(
             lanes.append(Lane(below.tier, below.block_seconds))
             movers["disk"] = below.mover
     if options.remote_cache is not None:
+        from penstock.engine.remote_tier import open_remote_tier
+
         remote = open_remote_tier(cache, options.remote_cache)
         lanes.append(Lane(SharedTier(), remote.block_seconds))
-        movers["remote"] = remote.mover
+        movers["remote"], store = remote.mover, remote.name
     scheduler = Scheduler(
         limits,
         blocks,
@@ -228,7 +234,7 @@ def _build(
     found = budget if budget.tokens < budget.high else None
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
     memory = worker if others is None else others.memory(worker)
-    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory)
+    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 
 
 def _start_ranks(

@@ -37,10 +37,12 @@ TRIAL = blake2b(b"trial", digest_size=KEY_BYTES).digest()  # the key of what is 
 class RemoteTier(NamedTuple):
     """
     Attributes:
+        name: of the store, and of what in it is the same for all that name the same.
         block_seconds: that getting a block took at the start.
     """
 
     mover: Courier
+    name: str
     block_seconds: float
 
 
@@ -161,7 +163,8 @@ def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
         log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
     except Unavailable as error:
         log.warning("%s: %s; it is tried again later, and all is computed meanwhile", OPTION, error)
-    return RemoteTier(Courier(StoreCarrier(views, lambda: open_store(url, namespace, size), store)), seconds)
+    mover = Courier(StoreCarrier(views, lambda: open_store(url, namespace, size), store))
+    return RemoteTier(mover, f"{url.partition('?')[0]} {namespace}", seconds)
 
 
 def namespace_of(layout: KVLayout, device: torch.device) -> str:
@@ -184,15 +187,12 @@ def _trial_seconds(store: BlockStore, size: int) -> float:
     return min(times)
 
 
-def check_remote_tier(url: str | None, ranks: int, *, prefix_cache: bool) -> None:
+def check_remote_tier(url: str, ranks: int, *, prefix_cache: bool) -> None:
     """Raise ConfigError when there is no such tier below what was asked for.
 
     Args:
-        url: None asks for none.
         ranks: that the model is spread over.
     """
-    if url is None:
-        return
     check_store(url)
     if ranks > 1:
         raise ConfigError(

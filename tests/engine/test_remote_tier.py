@@ -169,12 +169,11 @@ def test_a_store_that_forgets_or_spoils_costs_nothing_but_time(engines, tmp_path
 
 
 def test_a_store_that_stands_still_is_waited_for_a_moment_only_and_is_back_when_it_answers(
-    engines, memory, monkeypatch
+    engines, memory, patient, monkeypatch
 ):
-    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 0.05)
-    first = engines("file:///x")
+    first, second = engines("file:///x"), engines("file:///x")
     tokens, _ = first.ask("a")
-    second = engines("file:///x")
+    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 0.05)
     memory.open.clear()
     run = second.collector.run
     assert run(make_request("a", PROMPT, max_tokens=8))["a"] == tokens
@@ -276,6 +275,7 @@ def test_built_from_options(checkpoint, tmp_path, patient):
         collector = Collector(built.engine)
         tokens = collector.run(make_request("first", prompt_of(0, 250)))["first"]
         built.engine.settle()
+        assert built.store.startswith(f"file://{tmp_path}/store ")
         found.append((tokens, collector.cached["first"], [*built.engine.movers]))
         built.close()
     (tokens, none, tiers), (again, cached, more) = found

@@ -103,8 +103,9 @@ def make_engine(
         lanes[-1].tier.restore(on_disk.kept)
         movers["disk"] = Mover(way(on_disk), CHECKSUM, on_disk)
     if store is not None:
-        movers["remote"], seconds = open_remote_tier(cache, store)
-        lanes.append(Lane(SharedTier(), seconds))
+        remote = open_remote_tier(cache, store)
+        movers["remote"] = remote.mover
+        lanes.append(Lane(SharedTier(), remote.block_seconds))
     scheduler = Scheduler(
         limits,
         pool,

@@ -534,7 +534,7 @@ def test_who_is_cancelled_while_it_waits_for_an_answer_leaves_nothing_behind():
 def test_nothing_is_asked_where_loading_all_of_it_would_be_slower_than_computing():
     _, engine = sharing(block_seconds=1e-4)
     (lane,) = engine.scheduler.offload.lanes
-    lane._measured = 1e3, 1e3
+    lane._measured, lane._answered = (1e3, 1e3), (1.0, 0.0, 1.0)  # an answer would cost nothing
     engine.scheduler.add(request("again", PROMPT, 1))
     assert not questions(engine)
     assert engine.step().sequences
