@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.chat import DEFAULT_URL, parse_url
 from penstock.cli.options import add_flag, between, client_key, integer, number
+from penstock.core.errors import Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-3  # devices sum in different orders; on one they are equal to the bit
 AT_ONCE = 32  # requests in flight where no speed is given
+READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')  # says a server
+KEPT, STOPS = 30, 60.0  # lines of its log that an error shows; seconds that it has for its end
 SHOWN = 20  # of each kind; --json has all
 
 
@@ -34,7 +42,14 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("record", metavar="RECORD", help="the folder, or a file of it; it may still be written")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the deployment (default: {DEFAULT_URL})")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default=DEFAULT_URL, help=f"of the deployment (default: {DEFAULT_URL})")
+    where.add_argument(
+        "--serve",
+        metavar="MODEL",
+        help="instead: what `penstock serve` takes, which is started for this and ends with it; its flags are those of "
+        "the environment (PENSTOCK_DTYPE for --dtype, and so on)",
+    )
     parser.add_argument("--api-key", help="for it (default: the first of PENSTOCK_API_KEY)")
     parser.add_argument("--model", metavar="NAME", help="a name that it lists (default: its first)")
     parser.add_argument(
@@ -85,16 +100,52 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.json, "--json")
     url = parse_url(args.url, "--url").geturl()
+    served = nullcontext(url) if args.serve is None else _serving(args.serve)
     speed = None if args.speed == inf else args.speed
     at_once = AT_ONCE if speed is None and args.max_concurrency is None else args.max_concurrency
-    with RequestRecord(Path(args.record)) as record:
+    with RequestRecord(Path(args.record)) as record, served as url:
         result = uvloop.run(_replayed(args, url, record, Pace(speed=speed, at_once=at_once)))
-    flags = ("record", "url", "model", "any_model", "request", "speed", "max_concurrency", "timeout", "tolerance")
+    flags = (
+        "record",
+        "url",
+        "serve",
+        "model",
+        "any_model",
+        "request",
+        "speed",
+        "max_concurrency",
+        "timeout",
+        "tolerance",
+    )
     found = build("replay", {flag: getattr(args, flag) for flag in flags}, result.document(), sys.argv)
     _show(Console(), found)
     if args.json:
         write(args.json, as_json(found))
     return 0 if result.good else 1
+
+
+@contextmanager
+def _serving(model: str) -> Iterator[str]:
+    """The URL of a server of its own. Raises Unavailable when it does not start."""
+    words = [sys.executable, "-m", "penstock.cli.main", "serve", model, "--host", "127.0.0.1", "--port", "0"]
+    last: deque[str] = deque(maxlen=KEPT)
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            for line in server.stderr:
+                last.append(line)
+                if found := READY.search(line):
+                    break
+            else:
+                raise Unavailable(f"penstock serve {model} did not start:\n{''.join(last)}")
+            threading.Thread(target=server.stderr.read, daemon=True).start()  # or it would wait for that at some time
+            yield found[1]
+        finally:
+            server.terminate()
+            try:
+                server.wait(STOPS)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 async def _replayed(args: argparse.Namespace, url: str, record: RequestRecord, pace: Pace) -> Result:

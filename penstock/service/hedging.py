@@ -51,12 +51,10 @@ def suspects(instances: Collection[Seen], now: float) -> Mapping[Life, str]:
     """Instances that may hang or cannot be reached, and why; none while these are too many to be true."""
     serving = [(instance, instance.ready) for instance in instances if instance.ready is not None]
     silent = _silent_hosts([instance for instance, _ in serving], now)
-    why = {life_of(ready.peer): instance.suspicion or silent.get(instance.host, "") for instance, ready in serving}
-    doubted = {life: text for life, text in why.items() if text}
+    doubted = [(i, ready, why) for i, ready in serving if (why := i.suspicion or silent.get(i.host, ""))]
     if len(doubted) > SHARE * len(serving):
         return {}
-    quiet = {life_of(ready.peer) for instance, ready in serving if now - instance.heard > QUIET}
-    return {life: text for life, text in doubted.items() if life in quiet}
+    return {life_of(ready.peer): why for instance, ready, why in doubted if now - instance.heard > QUIET}
 
 
 def _silent_hosts(serving: Sequence[Seen], now: float) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.service.request_record import RequestRecord
+from tests.helpers.servers import QUICK
 from tests.helpers.waiting import eventually
 
 KINDS = {  # request -> its fields; none has a seed but the last
@@ -104,3 +105,26 @@ def test_log_probabilities_and_embeddings_are_the_same_to_the_bit(alone, record,
     assert differ == {("embedding", 0, 3), ("logprob", 1, 2)}
     assert found["largest_gap"] == pytest.approx(0.01, rel=1e-3)
     assert replay(tmp_path, "--tolerance", "0.02")["same"] == 2
+
+
+@pytest.mark.slow
+def test_a_server_that_is_started_for_it_brings_the_same(alone, record, monkeypatch, capfd):
+    """To the bit."""
+    ask = {"model": "demo", "prompt": "def g(", "max_tokens": 12, "temperature": 0.9, "logprobs": 1}
+    answer = httpx.post(f"{alone.url}/v1/completions", json=ask, headers={"x-request-id": "again"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+    def recorded():
+        with RequestRecord(record) as found:
+            return any(line.id == "again" for line in found.lines)
+
+    eventually(recorded)
+    for flag, value in zip(QUICK[::2], QUICK[1::2], strict=True):
+        monkeypatch.setenv(f"PENSTOCK_{flag[2:].replace('-', '_').upper()}", value)
+    monkeypatch.setenv("PENSTOCK_DTYPE", "float32")
+    chosen = ("--request", "again", "--tolerance", "0")
+    assert main(["replay", str(record), "--serve", "demo", *chosen]) == 0, capfd.readouterr().err
+    monkeypatch.setenv("PENSTOCK_DTYPE", "float7")
+    assert main(["replay", str(record), "--serve", "demo", *chosen]) != 0
+    assert "did not start" in (said := capfd.readouterr().err)
+    assert "float7" in said

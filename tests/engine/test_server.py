@@ -12,6 +12,7 @@ from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.plan import StepResult
 from penstock.core.wire import codec
 from penstock.core.wire.engine import (
+    AT_WORK,
     LEASE,
     CacheDelta,
     Cancel,
@@ -427,6 +428,28 @@ def test_an_engine_that_goes_idle_does_not_wait_long_to_say_so(tmp_path):
         changed = master.until(lambda e: isinstance(e, Snapshot))
         assert (changed.sequence, changed.waiting) == (2, 1)
     master.socket.close()
+
+
+def test_an_engine_at_work_says_something_in_the_longest_step(tmp_path):
+    address, clock = f"ipc://{tmp_path}/engine", ManualClock()
+    engine = make_engine(CountingRunner(), clock)
+    frontend = Frontend(address, "f")
+    with contextlib.closing(EngineServer(address, clock)) as server:
+        frontend.say(Hello("f"))
+        frontend.say(Shutdown())
+        server.run(engine, READY)
+        frontend.until(lambda e: isinstance(e, Stopped))
+        for waits, says in ((False, REPORT_INTERVAL), (True, AT_WORK)):
+            if waits:
+                engine.add(make_request("r", [1]))
+            clock.advance(says - 0.01)
+            server._on_clock(clock.now())
+            assert server._beat < clock.now()
+            clock.advance(0.02)
+            server._on_clock(clock.now())
+            assert server._beat == clock.now()
+            assert frontend.until(lambda e: isinstance(e, StepReport)).step_tokens == 0
+    frontend.socket.close()
 
 
 class NoWay:

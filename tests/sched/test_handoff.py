@@ -62,6 +62,7 @@ class Faults:
     partition: tuple[float, float] = (0.0, 0.0)
     kill: tuple[str, float] | None = None
     move: float = 0.0  # chance that some running request of an engine is to move in a turn
+    keep: float = 0.0  # chance that one that leaves is to stay, after all
     cancel: float | None = None  # when the clients leave
 
 
@@ -302,6 +303,8 @@ class World:
             for node in self.nodes.values():
                 if network.now < 8 * LEASE and self.rng.random() < faults.move:
                     self.move(node)
+                if faults.keep and self.rng.random() < faults.keep:
+                    self.keep(node)
             network.now += TICK
             if network.now > 1.5 * LEASE and self.fetching - self.fetched.keys() - self.cancelled:
                 self.fetch()
@@ -341,6 +344,11 @@ class World:
         if not sequence.generated:
             node.scheduler.leave(sequence.id)
         node.handoffs.begin(self.network.now, sequence.request, 0, "frontend", self.rng.choice(others).peer)
+
+    def keep(self, node):
+        leaving = [name for name in self.requests if node.handoffs.leaving(name)]
+        if leaving:
+            node.handoffs.go_on(self.rng.choice(leaving))
 
     def hear(self, name):
         for _, _, arrival in self.network.deliver(name):
@@ -408,6 +416,17 @@ def test_what_runs_or_is_held_moves_as_often_as_it_is_told(shared, ahead, last, 
     assert sum(node.joins for node in world.nodes.values()) > 2 * len(world.requests)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+def test_what_is_told_to_stay_goes_on_here_or_there_and_never_at_both(ahead):
+    world = World(1, Faults(move=0.3, keep=0.3), shared=True, ahead=ahead, requests=12)
+    world.run()
+    world.check_end()
+    assert set(world.ended.values()) == {"full"}
+    done = [node.handoffs.counts() for node in world.nodes.values()]
+    assert sum(counts["handoffs_abandoned"] for counts in done) > 3
+    assert sum(counts["handoffs_completed"] for counts in done) > 3
+
+
 def test_what_is_held_goes_on_here_when_nobody_says_where():
     world = World(4, Faults(), shared=False, held=1.0)
     world.run()
@@ -470,6 +489,7 @@ def test_what_a_peer_has_of_a_prompt_is_fetched(shared, windows):
         kill=st.sampled_from([None, ("prefiller", 0.3), ("decoder", 0.2), ("decoder", 0.5), ("decoder", 1.2)]),
         cancel=st.sampled_from([None, None, 0.1, 0.4]),
         move=st.sampled_from([0.0, 0.1, 0.5]),
+        keep=st.sampled_from([0.0, 0.1, 0.5]),
     ),
     prefix_cache=st.booleans(),
     room=st.sampled_from([10, 14, 40]),
