@@ -11,9 +11,9 @@ JSON:
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     kv_pool             the socket of the host's KV pool server; null for memory of its own
     weights             {"address", "sockets", "public"}: where it gives its weights, and where others of this host do;
-                        public is null, or {"address", "givers", "joins", "tls"}: the same for other hosts, the file of
-                        those of them that give any, and whether its launcher has yet to hear of them; null where it
-                        neither gives nor takes any
+                        public is null, or {"address", "givers", "joins", "tls", "mooncake"}: the same for other hosts,
+                        the file of those of them that give any, whether its launcher has yet to hear of them, and
+                        where they reach its Mooncake, "" without; null where it neither gives nor takes any
     transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     warm                whether all was imported before, as by `cli.warm`
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
-FROM_PEERS = ("map", "tcp")  # of `nn.loader.Source`
+FROM_PEERS = ("map", "mooncake", "tcp")  # of `nn.loader.Source`
 GIVERS_WITHIN = 3.0  # seconds in which a launcher that joins hears from its master who gives weights
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
@@ -163,7 +163,9 @@ def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager 
         manager = WeightManager.of(WeightSources(own, sockets), [own])
     else:
         within, secret = GIVERS_WITHIN if public["joins"] else 0.0, os.environ.get("PENSTOCK_CLUSTER_SECRET")
-        told = WeightSources(own, sockets, public["givers"], within, secret, public["tls"])
+        told = WeightSources(own, sockets, public["givers"], within, secret, public["tls"], public["mooncake"])
+        if public["mooncake"]:
+            prepare_mooncake(public["address"])
         manager = WeightManager.of(told, [own, public["address"]])
     stack.callback(manager.close)
     return manager
@@ -197,10 +199,7 @@ def open_way(
     from penstock.transfer.transports import open_transport
 
     if way["kind"] == "mooncake":
-        for variable, value in MOONCAKE.items():
-            os.environ.setdefault(variable, value)
-        if has_ipv6(way["address"]):
-            os.environ.setdefault(MOONCAKE_IPV6, "1")
+        prepare_mooncake(way["address"])
         if "PENSTOCK_CLUSTER_SECRET" in os.environ:
             log.warning("Mooncake's own ports ask for no secret: the network has to keep others from them")
     transport = open_transport(
@@ -216,6 +215,14 @@ def open_way(
     )
     stack.callback(transport.close)
     return transport
+
+
+def prepare_mooncake(address: str) -> None:
+    """Before it is imported, which `address` is to be reached by."""
+    for variable, value in MOONCAKE.items():
+        os.environ.setdefault(variable, value)
+    if has_ipv6(address):
+        os.environ.setdefault(MOONCAKE_IPV6, "1")
 
 
 def find_orphans(built: Built | BuiltModelled, stack: ExitStack) -> OrphanedBlocks | None:

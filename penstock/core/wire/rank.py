@@ -41,6 +41,7 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         secret: of the deployment.
         tls: arguments of `transfer.tls.TLS`; None without.
+        mooncake: this host's address for Mooncake to read at; "" without.
     """
 
     own: str
@@ -49,6 +50,7 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
     within: float = 0.0
     secret: str | None = None
     tls: dict[str, str] | None = None
+    mooncake: str = ""
 
 
 class Gives(msgspec.Struct, tag=True, frozen=True):
