@@ -11,9 +11,9 @@ JSON:
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     kv_pool             the socket of the host's KV pool server; null for memory of its own
     weights             {"address", "sockets", "public"}: where it gives its weights, and where others of this host do;
-                        public is null, or {"address", "givers", "joins", "tls"}: the same for other hosts, the file of
-                        those of them that give any, and whether its launcher has yet to hear of them; null where it
-                        neither gives nor takes any
+                        public is null, or {"address", "givers", "joins", "tls", "mooncake"}: the same for other hosts,
+                        the file of those of them that give any, whether its launcher has yet to hear of them, and
+                        where they reach its Mooncake, "" without; null where it neither gives nor takes any
     transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
     lease_s             seconds of silence after which a hand-off is over
     warm                whether all was imported before, as by `cli.warm`
@@ -32,6 +32,7 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from penstock.cli.curve import curve_of
 from penstock.cli.options import in_flags
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
-FROM_PEERS = ("map", "tcp")  # of `nn.loader.Source`
+FROM_PEERS = ("map", "mooncake", "tcp")  # of `nn.loader.Source`
 GIVERS_WITHIN = 3.0  # seconds in which a launcher that joins hears from its master who gives weights
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
@@ -80,7 +81,7 @@ def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     keep_few_kernels()
-    preset_mooncake()
+    preset_mooncake(settings)
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import BlackBox, Heartbeat, box_of
 
@@ -168,7 +169,7 @@ def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager 
         manager = WeightManager.of(WeightSources(own, sockets), [own])
     else:
         within, secret = GIVERS_WITHIN if public["joins"] else 0.0, os.environ.get("PENSTOCK_CLUSTER_SECRET")
-        told = WeightSources(own, sockets, public["givers"], within, secret, public["tls"])
+        told = WeightSources(own, sockets, public["givers"], within, secret, public["tls"], public["mooncake"])
         manager = WeightManager.of(told, [own, public["address"]])
     stack.callback(manager.close)
     return manager
@@ -190,10 +191,16 @@ def build(
         return build_engine(EngineOptions(**options), clock, pool, progress, peers)
 
 
-def preset_mooncake() -> None:
-    """For a transport or a store, before either is made."""
+def preset_mooncake(settings: dict[str, Any]) -> None:
+    """For transport, weights and stores, before any of them imports it."""
     for variable, value in MOONCAKE.items():
         os.environ.setdefault(variable, value)
+    way, weights = settings.get("transport") or {}, (settings.get("weights") or {}).get("public") or {}
+    places = [way["address"]] if way.get("kind") == "mooncake" else []
+    places += [weights["address"]] if weights.get("mooncake") else []
+    store = urlsplit(settings["options"].get("remote_cache") or "")
+    if any(map(has_ipv6, places)) or (store.scheme == "mooncake" and ":" in (store.hostname or "")):
+        os.environ.setdefault(MOONCAKE_IPV6, "1")
 
 
 def open_way(
@@ -208,8 +215,6 @@ def open_way(
     from penstock.transfer.transports import open_transport
 
     if way["kind"] == "mooncake":
-        if has_ipv6(way["address"]):
-            os.environ.setdefault(MOONCAKE_IPV6, "1")
         if "PENSTOCK_CLUSTER_SECRET" in os.environ:
             log.warning("Mooncake's own ports ask for no secret: the network has to keep others from them")
     transport = open_transport(

@@ -134,11 +134,13 @@ class EngineActor:
     def _weights(self, order: Order, public: str) -> dict[str, Any]:
         """Engines of this node find one another by the deployment's word, whichever actors' folders they are in."""
         file, ending = self._folder / GIVERS, f".{order.deployment}.weights"
+        there = order.settings["weights"]["public"]
+        host = public.removeprefix("tcp:").rpartition(":")[0] if there["mooncake"] else ""
         file.write_text(json.dumps(order.givers))
         return {
             "address": f"unix:{self._folder}/{order.settings['name']}{ending}",
             "sockets": f"{escape(str(self._folder.parent))}/{PREFIX}*/*{ending}",
-            "public": {**order.settings["weights"]["public"], "address": public, "givers": str(file)},
+            "public": {**there, "address": public, "givers": str(file), "mooncake": host},
         }
 
     def follow(self, number: int, seen: int, up: bool) -> dict[str, Any]:

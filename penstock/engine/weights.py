@@ -21,7 +21,7 @@ from penstock.core.device import DeviceModel
 from penstock.core.errors import Unavailable
 from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import Gives, WeightSources
-from penstock.core.wire.weights import Weights, decode_weight_message
+from penstock.core.wire.weights import Way, Weights, decode_weight_message
 from penstock.nn import native
 from penstock.nn.image import Image, mapped
 from penstock.transfer.tls import TLS
@@ -78,6 +78,7 @@ class Offer:
 
     def __init__(self, image: Image, device: DeviceModel | None) -> None:
         self.fd, self.start, self.image = image.fd, image.start, image
+        self.address = image.memory.data_ptr()
         self.device = device
         self._known, self._closed = threading.Event(), threading.Event()
         self._learning: threading.Thread | None = None
@@ -114,6 +115,7 @@ class WeightManager:
         sources: in the order in which they are asked; looked at anew each time.
         secret: of the deployment.
         tls: arguments of `TLS`; None without.
+        mooncake: this host's address for Mooncake to read at, before TCP is tried; "" without it.
         pass_on: takes what is to be given, for another process to give it; None where this one does.
 
     Attributes:
@@ -130,11 +132,13 @@ class WeightManager:
         sources: Iterable[Source] = (),
         secret: str | None = None,
         tls: Mapping[str, Any] | None = None,
+        mooncake: str = "",
         pass_on: Callable[[Image], None] | None = None,
     ) -> None:
         self.device: DeviceModel | None = None
         self.told: WeightSources | None = None
         self._pass_on = pass_on
+        self._mooncake = mooncake if mooncake and _has_mooncake() else ""
         self._addresses, self._sources, self._secret = addresses, sources, secret
         self._tls = None if tls is None else TLS(**tls)
         self._server: WeightServer | None = None
@@ -147,7 +151,7 @@ class WeightManager:
         """Raises ConfigError as the class does."""
         givers = None if told.givers is None else Path(told.givers)
         neighbours = Neighbours(told.own, told.sockets, givers, told.within)
-        manager = cls(addresses, neighbours, told.secret, told.tls, pass_on)
+        manager = cls(addresses, neighbours, told.secret, told.tls, told.mooncake, pass_on)
         manager.told = told
         return manager
 
@@ -161,7 +165,7 @@ class WeightManager:
                     image = _image(key, weights, fd, weights.start, source.name)
                     check(_bytes(image.memory), weights)
                 except (Unavailable, OSError) as error:
-                    _tell(source, error)
+                    _tell(source, error, "map")
                     continue
                 if weights.threads == native.threads():
                     self.device = weights.device
@@ -171,16 +175,25 @@ class WeightManager:
         landing = Landing()
         try:
             for source in self._sources:
-                if not source.here:
+                for way in () if source.here else self._ways:
                     try:
-                        weights = landing.pull(source.address, key, self._secret, self._tls)
+                        if way == "mooncake":
+                            weights = landing.read(source.address, key, self._mooncake, self._secret)
+                        else:
+                            weights = landing.pull(source.address, key, self._secret, self._tls)
                         image = _image(key, weights, landing.take(), 0, source.name)
                     except (Unavailable, OSError, MemoryError) as error:
-                        _tell(source, error)
+                        _tell(source, error, way)
                         continue
+                    image.way = way
                     yield image
+                    break
         finally:
             landing.close()
+
+    @property
+    def _ways(self) -> tuple[Way, ...]:
+        return ("mooncake", "tcp") if self._mooncake else ("tcp",)
 
     # --- to give
 
@@ -203,13 +216,21 @@ class WeightManager:
         self.device = device
         for offer in self._offers.values():
             offer.device = device
-        self._server = WeightServer(self._addresses, self._offers, self._secret, self._tls)
+        self._server = WeightServer(self._addresses, self._offers, self._secret, self._tls, self._mooncake)
         return next((address for address in self._server.addresses if address.startswith("tcp:")), "")
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
         self.give(None)
+
+
+def _has_mooncake() -> bool:
+    from penstock.transfer.mooncake import missing
+
+    if why := missing():
+        log.warning("weights come over TCP alone: %s", why)
+    return not why
 
 
 def _is_ours(path: str) -> bool:
@@ -249,5 +270,6 @@ def _bytes(memory: Tensor) -> memoryview:
     return memory.numpy().data
 
 
-def _tell(source: Source, error: Exception) -> None:
-    log.warning("weights do not come from %s, others are asked: %s", source.name, error)
+def _tell(source: Source, error: Exception, way: Way) -> None:
+    by = " by Mooncake" if way == "mooncake" else ""
+    log.warning("weights do not come from %s%s, others are asked: %s", source.name, by, error)

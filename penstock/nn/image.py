@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from penstock.nn.bounded_logits import BoundedLogits, can_bound
 from penstock.nn.config import DTYPES
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from penstock.core.wire.weights import Way
 
 PAGE = 4096
 OF_IMAGES = {**DTYPES, "uint8": torch.uint8, "int8": torch.int8, "int32": torch.int32}
@@ -43,12 +46,14 @@ class Image:
     Attributes:
         digests: of its blocks, where they are known; see `transfer.weights`.
         giver: the peer that gave it; "" where none did.
+        way: by which it came from there.
     """
 
     def __init__(self, key: str, weights: Placed, fd: int, start: int, memory: Tensor) -> None:
         self.key, self.weights, self.fd, self.start, self.memory = key, weights, fd, start, memory
         self.digests: Sequence[int] = ()
         self.giver = ""
+        self.way: Way = "map"
         self.close = weakref.finalize(self, os.close, fd)  # mappings stay
 
     @property

@@ -56,9 +56,9 @@ BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints t
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 HEAD = "lm_head.weight"
 
-# A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host;
-# packed weights on disk; the checkpoint
-Source = Literal["map", "host", "tcp", "disk", "checkpoint"]
+# A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host,
+# by Mooncake or over TCP; packed weights on disk; the checkpoint
+Source = Literal["map", "host", "mooncake", "tcp", "disk", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +171,12 @@ def _find_whole(
         return image
 
     if peers is not None and (image := _fill_from(peers.here(name), model)) is not None:
-        return image, "map"
+        return image, image.way
     in_memory = cache is not None and key is not None and cache.is_in_memory(key)
     if in_memory and (image := kept()) is not None:
         return image, "host"
     if peers is not None and (image := _fill_from(peers.elsewhere(name), model)) is not None:
-        return image, "tcp"
+        return image, image.way
     if not in_memory and (image := kept()) is not None:
         return image, "disk"
     return None, "checkpoint"

@@ -146,10 +146,12 @@ def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> di
     places = {"address": f"unix:{folder / name}.weights", "sockets": f"{escape(str(folder))}/*.weights"}
     if deployment.cluster is None and deployment.ray is None:
         return {**places, "public": None}
-    tls = None if deployment.transport is None else deployment.transport.tls
-    told = {"givers": str(folder / GIVERS), "joins": joins, "tls": tls}
+    transport, told = deployment.transport, {"givers": str(folder / GIVERS), "joins": joins}
     host = "127.0.0.1" if deployment.cluster is None else deployment.cluster.host  # a Ray node has its own
-    return {**places, "public": {"address": f"tcp:{join_host_port(host, 0)}", **told}}
+    address = join_host_port(host, 0)
+    told["tls"] = None if transport is None else transport.tls
+    told["mooncake"] = address.rpartition(":")[0] if transport is not None and transport.kind == "mooncake" else ""
+    return {**places, "public": {"address": f"tcp:{address}", **told}}
 
 
 def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:

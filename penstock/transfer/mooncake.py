@@ -47,7 +47,7 @@ def missing() -> str:
     return ""
 
 
-class _Engine:
+class Engine:
     """A transfer engine of this process. Making one takes milliseconds, ending one a second, so none is ever ended.
 
     Args:
@@ -99,19 +99,19 @@ class _Engine:
 
 
 @cache
-def _engine(host: str) -> _Engine:
+def engine_of(host: str) -> Engine:
     """The one whose memory peers read."""
-    return _Engine(host)
+    return Engine(host)
 
 
-class _Read:
+class Read:
     """Of one block.
 
     Attributes:
         came: whether it has brought the block, once it is over.
     """
 
-    def __init__(self, engine: _Engine, session: str, there: int, here: int, size: int, tries: int = TRIES) -> None:
+    def __init__(self, engine: Engine, session: str, there: int, here: int, size: int, tries: int = TRIES) -> None:
         self.came = False
         self._engine, self._tries = engine, tries
         self._read = partial(engine.read, session, there, here, size)
@@ -143,8 +143,8 @@ class _Pull:
     moves: Sequence[Move]
     source: ReceivedMessage
     began: float
-    reads: list[_Read] = field(default_factory=list)
-    open: list[_Read] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    open: list[Read] = field(default_factory=list)
 
 
 class MooncakeBlocks:
@@ -168,13 +168,13 @@ class MooncakeBlocks:
         self._size = pool.memory.num_blocks * pool.memory.block_bytes
         self._stamps = Stamps(pool)
         self.stamp = self._stamps.of
-        self._reader = self._ours = _engine(self._host)
+        self._reader = self._ours = engine_of(self._host)
         self._ours.register(self._memory.address, self._size)
         self.memory = f"{self._ours.session}/{self._memory.address:x}"
         self._readers = [self._reader]
         self._known: dict[str, int] = {}  # session -> the incarnation that the reader has met there
         self._sessions: dict[str, str] = {}  # name of a peer -> where it was met last
-        self._farewells: list[_Read] = []  # which nobody waits for
+        self._farewells: list[Read] = []  # which nobody waits for
         self._scratch = ctypes.create_string_buffer(1)
         self._handles = count(1)
         self._finished = Finished()
@@ -243,16 +243,16 @@ class MooncakeBlocks:
             reader = self._reader_of(session, pull.source.peer.incarnation)
             for move in pull.moves:
                 there, here = int(base, 16) + move.slot * size, self._memory.address + move.block * size
-                pull.reads.append(_Read(reader, session, there, here, size))
+                pull.reads.append(Read(reader, session, there, here, size))
         except Exception as error:  # what a peer says may be nonsense, and what is foreign may fail in any way
             log.warning("blocks of %s cannot be read: %s: %s", pull.source.peer.name, type(error).__name__, error)
         pull.open = pull.reads
 
-    def _reader_of(self, session: str, incarnation: int) -> _Engine:
+    def _reader_of(self, session: str, incarnation: int) -> Engine:
         """An engine remembers for ever where a session's memory and port are. Of another incarnation that listens
         where one did before, which is rare, only one that has never met it can read."""
         if self._known.setdefault(session, incarnation) != incarnation:
-            self._reader = _Engine(self._host)
+            self._reader = Engine(self._host)
             self._reader.register(self._memory.address, self._size)
             self._readers.append(self._reader)
             self._known = {session: incarnation}
@@ -265,7 +265,7 @@ class MooncakeBlocks:
             return
         self._sessions[name] = session
         scratch = ctypes.addressof(self._scratch)
-        self._farewells += [_Read(self._reader, before, 0, scratch, 1, tries=1) for _ in range(2 * TRIES)]
+        self._farewells += [Read(self._reader, before, 0, scratch, 1, tries=1) for _ in range(2 * TRIES)]
 
     def _is_over(self, pull: _Pull) -> bool:
         pull.open = [read for read in pull.open if not read.is_over()]

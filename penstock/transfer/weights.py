@@ -1,4 +1,4 @@
-"""Weights from a running engine to one that starts: mapped on one host, over TCP between hosts.
+"""Weights from a running engine to one that starts: mapped on one host, over TCP or by Mooncake between hosts.
 
 Who asks connects, and both sides show that they belong to the deployment as on peer links (`frames.Handshake`, TLS
 where links have it); on one host the folder of the socket is its user's alone. Every block has a digest, made when the
@@ -23,6 +23,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
 from penstock.core.errors import ConfigError, Unavailable
@@ -34,6 +35,7 @@ from penstock.core.wire.weights import (
     AskWeights,
     NoWeights,
     SendFrom,
+    Way,
     WeightMessage,
     Weights,
     decode_weight_message,
@@ -70,10 +72,12 @@ class Given(Protocol):
     Attributes:
         fd: of a file in which they are.
         start: where they begin in it.
+        address: of the first of them in this process's memory.
     """
 
     fd: int
     start: int
+    address: int
 
     def describe(self) -> Weights:
         """Waits until the digests are known."""
@@ -100,6 +104,7 @@ class WeightServer:
         addresses: "unix:/path" and "tcp:host:port" to listen at.
         given: key, see `AskWeights`, -> what is given of it; looked at anew whenever somebody asks.
         secret: the deployment's secret; None where every peer that reaches an address is trusted.
+        mooncake: where others reach Mooncake's engine of this process; "" without one.
 
     Attributes:
         addresses: with port 0 resolved.
@@ -114,8 +119,9 @@ class WeightServer:
         given: Mapping[str, Given],
         secret: str | None = None,
         tls: TLS | None = None,
+        mooncake: str = "",
     ) -> None:
-        self._given = given
+        self._given, self._mooncake = given, mooncake
         self.addresses: list[str] = []
         self._key, self._tls = key_of(secret), tls
         self._selector = selectors.DefaultSelector()
@@ -201,14 +207,16 @@ class WeightServer:
             if not isinstance(ask, AskWeights):
                 raise ValueError(f"somebody said {type(ask).__name__} out of turn")
             given = self._given.get(ask.key)
-            if ask.protocol != PROTOCOL or given is None:
-                _say(link, handshake.seal(NoWeights(self._objection(ask)), 0))
+            if why := self._objection(ask, given, local):
+                _say(link, handshake.seal(NoWeights(why), 0))
                 return
+            assert given is not None
             description = given.describe()
+            if ask.way == "mooncake":
+                self._lend(link, handshake, given, description)
+                return
             _say(link, handshake.seal(description, 0))
-            if ask.to_map:
-                if not local:
-                    raise ValueError("somebody of another host asked for memory to map")
+            if ask.way == "map":
                 socket.send_fds(sock, [b"\0"], [given.fd])
                 return
             going = _hear(link, None)
@@ -217,10 +225,28 @@ class WeightServer:
             for start, stop in _spans(description, going.first, going.step):
                 _send(link, given.fd, given.start + start, given.start + stop)
 
-    def _objection(self, ask: AskWeights) -> str:
+    def _lend(self, link: Link, handshake: Handshake, given: Given, description: Weights) -> None:
+        """Let somebody read them as long as it goes on."""
+        from penstock.transfer.mooncake_weights import lent
+
+        with contextlib.ExitStack() as stack:
+            try:
+                where = stack.enter_context(lent(self._mooncake, given.address, description.bytes))
+            except ConfigError as error:
+                _say(link, handshake.seal(NoWeights(str(error)), 0))
+                return
+            _say(link, handshake.seal(structs.replace(description, lent=where), 0))
+            while link.recv(1):
+                pass
+
+    def _objection(self, ask: AskWeights, given: Given | None, local: bool) -> str:
         if ask.protocol != PROTOCOL:
             return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
-        return "its weights are others" if self._given else "it has no weights to give now"
+        if given is None:
+            return "its weights are others" if self._given else "it has no weights to give now"
+        if ask.way == "map" and not local:
+            return "only who is on its host can map its memory"
+        return "it has no Mooncake" if ask.way == "mooncake" and not self._mooncake else ""
 
     @contextlib.contextmanager
     def _ended_by_close(self, link: Link) -> Iterator[None]:
@@ -255,7 +281,7 @@ def _spans(weights: Weights, first: int, step: int) -> Iterator[tuple[int, int]]
 
 
 @contextlib.contextmanager
-def _asked(address: str, key: str, to_map: bool, secret: str | None, tls: TLS | None) -> Iterator[tuple[Link, Weights]]:
+def _asked(address: str, key: str, way: Way, secret: str | None, tls: TLS | None) -> Iterator[tuple[Link, Weights]]:
     """A connection, and what follows on it. Raises Unavailable, there and inside."""
     try:
         family, where = parse(address)
@@ -273,7 +299,7 @@ def _asked(address: str, key: str, to_map: bool, secret: str | None, tls: TLS | 
                 handshake = Handshake(None if local else key_of(secret), dialled=True)
                 if not handshake.may_greet:
                     handshake.open(_body(link), 0)
-                _say(link, handshake.seal(AskWeights(key, to_map), 0))
+                _say(link, handshake.seal(AskWeights(key, way), 0))
                 answer = _hear(link, handshake)
                 if isinstance(answer, NoWeights):
                     raise Unavailable(answer.message)
@@ -288,7 +314,7 @@ def _asked(address: str, key: str, to_map: bool, secret: str | None, tls: TLS | 
 
 def ask_to_map(address: str, key: str) -> tuple[Weights, int]:
     """What weights an engine of this host has, and a file descriptor of them, to be closed. Raises Unavailable."""
-    with _asked(address, key, True, None, None) as (link, weights):
+    with _asked(address, key, "map", None, None) as (link, weights):
         _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
         if len(descriptors) != 1:
             raise EOFError("it hung up")
@@ -331,12 +357,12 @@ class Landing:
     def pull(self, address: str, key: str, secret: str | None = None, tls: TLS | None = None) -> Weights:
         """Returns when all are there. Raises Unavailable; then another source may go on."""
         with contextlib.ExitStack() as stack:
-            link, weights = stack.enter_context(_asked(address, key, False, secret, tls))
+            link, weights = stack.enter_context(_asked(address, key, "tcp", secret, tls))
             self._prepare(weights)
             links, first = [link], self.right
             while len(links) < CONNECTIONS:
                 try:
-                    link, again = stack.enter_context(_asked(address, key, False, secret, tls))
+                    link, again = stack.enter_context(_asked(address, key, "tcp", secret, tls))
                 except Unavailable:  # it gives weights to as many as it can
                     break
                 if again.digests != weights.digests:
@@ -367,6 +393,24 @@ class Landing:
                 else:
                     pipe.move(link, self.fd, start, stop)
                 self._compare(asked.first + number * asked.step, weights)
+
+    def read(self, address: str, key: str, host: str, secret: str | None = None) -> Weights:
+        """The same by Mooncake.
+
+        Args:
+            host: this one's address.
+        """
+        from penstock.transfer.mooncake_weights import spans_read
+
+        with _asked(address, key, "mooncake", secret, None) as (link, weights):
+            self._prepare(weights)
+            with mmap.mmap(self.fd, weights.bytes) as memory:
+                coming = spans_read(host, weights.lent, memory, _spans(weights, self.right, 1))
+                with contextlib.closing(coming):
+                    for _ in coming:
+                        link.sendall(b"\0")  # it goes on
+                        self._compare(self.right, weights)
+            return weights
 
     def _compare(self, number: int, weights: Weights) -> None:
         """Raises Unavailable."""

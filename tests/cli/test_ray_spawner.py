@@ -85,7 +85,7 @@ def test_an_engine_that_cannot_be_served_brings_its_code_and_its_last_line(actor
 def test_an_engine_has_its_weights_from_another_of_its_deployment_on_its_node(actor):
     options = {"device": "cpu", "model": "/nowhere", "max_model_len": 256, "kv_cache_memory": 16 << 20}
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64, "weight_cache": False}
-    public = {"givers": "", "joins": False, "tls": None}
+    public = {"givers": "", "joins": False, "tls": None, "mooncake": ""}
 
     def runs(actor, name, **more):
         asked = order(givers={"far": "tcp:127.0.0.1:1"}, **more)

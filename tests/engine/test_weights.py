@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import threading
-from dataclasses import replace
+import time
 from itertools import count
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from tests.helpers.certificates import NEEDS_OPENSSL, certificate
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.deployments import colocated, deployed
 from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.links import NEEDS_MOONCAKE
 from tests.helpers.waiting import eventually
 
 CPU = torch.device("cpu")
@@ -58,9 +59,9 @@ def running(tmp_path):
     numbers = count()
     with contextlib.ExitStack() as stack:
 
-        def start(name, checkpoint, sources=(), cache=None, tls=None, secret=SECRET):
+        def start(name, checkpoint, sources=(), cache=None, tls=None, secret=SECRET, mooncake=""):
             address = f"unix:{tmp_path}/{next(numbers)}"
-            manager = WeightManager([address, "tcp:127.0.0.1:0"], sources, secret, tls)
+            manager = WeightManager([address, "tcp:127.0.0.1:0"], sources, secret, tls, mooncake)
             loaded = load(checkpoint, CPU, None, cache, peers=manager)
             manager.give(loaded.image)
             tcp = manager.serve(manager.device or DeviceModel(peak_flops=1.0, bandwidth=2.0, memory=3))
@@ -73,6 +74,14 @@ def running(tmp_path):
 def same(ours, theirs):
     mine, others = parts(ours), parts(theirs)
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def slowly(function):
+    def call(*arguments):
+        time.sleep(0.05)
+        return function(*arguments)
+
+    return call
 
 
 def damage(loaded):
@@ -233,6 +242,43 @@ def test_under_tls(checkpoint, running, monkeypatch):
     assert running("third", checkpoint, [there])[0].source == "checkpoint"
 
 
+@NEEDS_MOONCAKE
+def test_by_mooncake_where_both_have_it(checkpoint, running, caplog):
+    here = {"mooncake": "127.0.0.1"}
+    first, _, there = running("first", checkpoint, **here)
+    loaded, _, _ = running("second", checkpoint, [there], **here)
+    assert (loaded.source, loaded.image.giver) == ("mooncake", "first")
+    assert same(loaded.model, first.model)
+    _, _, without = running("without", checkpoint)
+    assert running("third", checkpoint, [without], **here)[0].source == "tcp"
+    assert "weights do not come from without by Mooncake, others are asked: it has no Mooncake" in caplog.text
+    assert running("fourth", checkpoint, [there])[0].source == "tcp"
+    assert running("fifth", checkpoint, [there], secret="another", **here)[0].source == "checkpoint"
+    damage(first)
+    loaded, _, _ = running("sixth", checkpoint, [there, without], **here)
+    assert (loaded.source, loaded.image.giver) == ("tcp", "without")
+    assert "from first by Mooncake, others are asked: block " in caplog.text
+    assert same(loaded.model, running("seventh", checkpoint)[0].model)
+
+
+@NEEDS_MOONCAKE
+def test_a_giver_that_ends_while_mooncake_reads(checkpoint, running, monkeypatch, caplog):
+    """Its port stays, for an engine of Mooncake's is never ended; who reads notices by the connection."""
+    first, _, there = running("first", checkpoint, mooncake="127.0.0.1")
+    eventually(lambda: first.image.digests)
+    lend = wire.WeightServer._lend
+
+    def ending(self, link, *more):
+        link.settimeout(0.001)
+        lend(self, link, *more)
+
+    monkeypatch.setattr(wire.WeightServer, "_lend", ending)
+    monkeypatch.setattr(wire, "_digest", slowly(wire._digest))
+    loaded, _, _ = running("second", checkpoint, [there], mooncake="127.0.0.1")
+    assert loaded.source == "tcp"
+    assert same(loaded.model, first.model)
+
+
 def test_engines_of_this_host_are_asked_first_and_then_those_that_the_launcher_has_heard_of(checkpoint, running):
     first, here, there = running("first", checkpoint)
     folder = Path(here.address.removeprefix("unix:")).parent
@@ -374,10 +420,6 @@ def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint
         own = folder / "first.weights"
         first, manager, there, tokens = start(own, told(own))
         assert sources() == ["checkpoint", "checkpoint"]
-        whole = build_engine(replace(options, tensor_parallel_size=1), SystemClock())
-        stack.callback(whole.close)
-        assert Collector(whole.engine).run(make_request("a", [1, 2, 3])) == tokens
-        caplog.clear()
 
         other = folder / "second.weights"
         _, _, _, again = start(other, told(other))

@@ -267,8 +267,10 @@ def test_weights_are_given_to_other_hosts_where_there_are_some():
         "public": None,
     }
     told, _, _ = settings(parse("up.yaml", text + "cluster: {host: 127.0.0.2}", TABLES))
-    public = {"address": "tcp:127.0.0.2:0", "givers": "/run/p/givers", "joins": False, "tls": None}
+    public = {"address": "tcp:127.0.0.2:0", "givers": "/run/p/givers", "joins": False, "tls": None, "mooncake": ""}
     assert told["engine-0"]["weights"]["public"] == public
+    told, _, _ = settings(parse("up.yaml", text + "cluster: {host: 127.0.0.2}\ntransport: {kind: mooncake}", TABLES))
+    assert told["engine-0"]["weights"]["public"] == public | {"mooncake": "127.0.0.2"}
     ranks = "model: demo\ninstances: [{tensor-parallel-size: 2}]\ncluster: {host: 127.0.0.2}"
     told, _, _ = settings(parse("up.yaml", ranks, TABLES))
     assert told["engine-0"]["weights"]["public"] == public

@@ -161,7 +161,7 @@ class TestMooncake:
 
     def test_a_thread_that_fails_ends_the_engine_and_not_in_silence(self, two, monkeypatch):
         _, b, arrival = two
-        monkeypatch.setattr(penstock.transfer.mooncake._Engine, "status", lambda *_: 1 // 0)
+        monkeypatch.setattr(penstock.transfer.mooncake.Engine, "status", lambda *_: 1 // 0)
         b.transport.pull(arrival, b.pool.blocks[0])
         with pytest.raises(EngineFailure, match="ZeroDivisionError"):
             b.pulled()
@@ -178,7 +178,7 @@ class TestMooncake:
 @pytest.mark.parametrize("where", ["unix:{folder}/a.sock", "tcp:127.0.0.1:0"])
 def test_without_it_the_error_says_what_to_install(where, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    penstock.transfer.mooncake._engine.cache_clear()
+    penstock.transfer.mooncake.engine_of.cache_clear()
     pool = open_pool("mooncake", "", "a", 1)
     needed = (
         "tcp:host:port" if where.startswith("unix") else r"penstock\[mooncake\].*libibverbs1, librdmacm1 and libnuma1"

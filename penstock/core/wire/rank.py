@@ -42,6 +42,7 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         secret: of the deployment.
         tls: arguments of `transfer.tls.TLS`; None without.
+        mooncake: this host's address for Mooncake to read at; "" without.
     """
 
     own: str
@@ -50,6 +51,7 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
     within: float = 0.0
     secret: str | None = None
     tls: dict[str, str] | None = None
+    mooncake: str = ""
 
 
 class Gives(msgspec.Struct, tag=True, frozen=True):

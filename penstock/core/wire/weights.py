@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from penstock.core.device import DeviceModel
@@ -11,16 +13,21 @@ from penstock.core.wire.codec import decoder
 BLOCK = 8 << 20  # bytes, each with a digest; the last may be shorter
 
 
+# Mapped, on one host; sent; read by Mooncake from the memory that they are in
+Way = Literal["map", "tcp", "mooncake"]
+
+
 class AskWeights(msgspec.Struct, tag=True, frozen=True):
     """Who connects asks for weights. `Weights` or `NoWeights` is the answer.
 
     Attributes:
         key: of what they are made from, and how they are to lie in memory.
-        to_map: a file descriptor of them follows the answer, on one host. Else who asks says by `SendFrom` what does.
+        way: by which they are to come. For "map" a file descriptor of them follows the answer. For "tcp" who asks says
+            by `SendFrom` what does. For "mooncake" it reads by itself, and says by any byte that it goes on.
     """
 
     key: str
-    to_map: bool
+    way: Way
     protocol: int = PROTOCOL
 
 
@@ -33,6 +40,7 @@ class Weights(msgspec.Struct, tag=True, frozen=True):
         digests: XXH3 of every `BLOCK`, 64 bits each.
         device: what the engine measured of its device.
         threads: with so many threads.
+        lent: what Mooncake reads from; "" for other ways.
     """
 
     weights: dict[str, tuple[str, list[int], int]]
@@ -41,6 +49,7 @@ class Weights(msgspec.Struct, tag=True, frozen=True):
     digests: list[int]
     device: DeviceModel | None = None
     threads: int = 0
+    lent: str = ""
 
 
 class NoWeights(msgspec.Struct, tag=True, frozen=True):
