@@ -62,8 +62,12 @@ GIVERS_WITHIN = 3.0  # seconds in which a launcher that joins hears from its mas
 KERNELS_KEPT = 16
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 # Mooncake has its settings from the environment alone. A block that is being read from a peer that stands still is in
-# quarantine until Mooncake gives up, which is after 30 s by default.
+# quarantine until Mooncake gives up, which is after 30 s by default; so long it waits for a master too, and while a
+# store begins nothing else in Python runs.
 MOONCAKE = {
+    "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "2",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
@@ -184,6 +188,12 @@ def build(
         return build_engine(EngineOptions(**options), clock, pool, progress, peers)
 
 
+def preset_mooncake() -> None:
+    """To be called before it is first used, by a transport or a store."""
+    for variable, value in MOONCAKE.items():
+        os.environ.setdefault(variable, value)
+
+
 def open_way(
     settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, stack: ExitStack
 ) -> KVTransport | None:
@@ -196,8 +206,7 @@ def open_way(
     from penstock.transfer.transports import open_transport
 
     if way["kind"] == "mooncake":
-        for variable, value in MOONCAKE.items():
-            os.environ.setdefault(variable, value)
+        preset_mooncake()
         if has_ipv6(way["address"]):
             os.environ.setdefault(MOONCAKE_IPV6, "1")
         if "PENSTOCK_CLUSTER_SECRET" in os.environ:
@@ -263,6 +272,7 @@ def introduce(
         device_model=device,
         shape=built.shape,
         kv_pool="" if built.pool is None else built.pool.name,
+        store=built.store,
         weights_from=weights_from,
         weights_seconds=0.0 if loaded is None else loaded.seconds,
         weights_at="" if peers is None else peers.serve(device),

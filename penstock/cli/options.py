@@ -15,10 +15,9 @@ from typing import Any
 
 from penstock.core.errors import ConfigError, UserError
 from penstock.core.renamed import RENAMED, new_name
+from penstock.core.sizes import size  # noqa: F401  with the other converters
 
-MOST_BYTES = 1 << 60
 LARGEST_SCALE = 4096.0  # of the rate of a simulated workload
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +113,6 @@ def switch(text: str) -> bool:
     if text.lower() not in words:
         raise ValueError("true or false")
     return words[text.lower()]
-
-
-def size(text: str) -> int:
-    """Bytes, from "4G", "512M", "1000000"."""
-    number_part = text.upper().removesuffix("IB").removesuffix("B")
-    unit = number_part[-1:] if number_part[-1:] in UNITS else ""
-    try:
-        value = float(number_part.removesuffix(unit) if unit else number_part)
-    except ValueError:
-        raise ValueError("a size such as 4G or 512M") from None
-    if not 1 <= value * UNITS[unit] < MOST_BYTES:
-        raise ValueError("a size such as 4G or 512M")
-    return int(value * UNITS[unit])
 
 
 def text(value: str) -> str:

@@ -90,9 +90,15 @@ ENGINE_OPTIONS = (
         "disk-cache",
         folder,
         None,
-        "folder for a KV tier on a disk of this machine, below a CPU's; it outlives the server; by default none",
+        "folder for a KV tier on a disk of this machine; it outlives the server; by default none",
     ),
     Option("disk-cache-size", size, None, "size of it, of each engine; by default 16G"),
+    Option(
+        "remote-cache",
+        text,
+        None,
+        "URL of a KV tier that engines share, such as file:///PATH where hosts share PATH, or mooncake://HOST:PORT",
+    ),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
     Option(

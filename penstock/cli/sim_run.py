@@ -120,7 +120,9 @@ def _caption(scenario: Scenario, result: Mapping[str, Any]) -> str:
 
 
 def _loaded(result: Mapping[str, Any]) -> str:
-    return f", {result['loaded_tokens']:,} of these loaded from below the devices" if result.get("loaded_tokens") else ""
+    return (
+        f", {result['loaded_tokens']:,} of these loaded from below the devices" if result.get("loaded_tokens") else ""
+    )
 
 
 def _ideal(result: Mapping[str, Any]) -> str:

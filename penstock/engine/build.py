@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +27,9 @@ from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
 from penstock.kv.pool import BlockPool, Published
+from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
-from penstock.nn.loader import file_times
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -38,6 +37,7 @@ from penstock.sched.local.lane import Lane
 from penstock.sched.local.limits import tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
+from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, memfd_pool
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Built:
         shape: of the model.
         pool: where its blocks are; None on CUDA, where they are in the device's own memory.
         memory: of all ranks, which can be given back.
+        store: names the remote tier and what of it its blocks are; "" without one.
     """
 
     engine: Engine
@@ -66,6 +67,7 @@ class Built:
     shape: ModelShape
     pool: KVPool | None
     memory: Memory
+    store: str = ""
 
     @property
     def runner(self) -> Runner:
@@ -115,10 +117,17 @@ def build_engine(
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     check_host_tier(options.host_cache_memory, device)
     check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
+    if options.remote_cache is not None:
+        from penstock.engine.remote_tier import check_remote_tier  # others need no store's libraries
+
+        check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
+    if options.disk_cache is not None and options.tensor_parallel_size > 1 and options.kv_address_mode == "auto":
+        # a rank with virtual ranges may still clear blocks when rank 0 has ended the step, and loads others into them
+        options = replace(options, kv_address_mode="table")
     others = _start_ranks(options, device, open_pool)
     try:
         return _build(options, clock, open_pool, promised, speculation, others, progress, peers)
@@ -145,8 +154,8 @@ def _build(
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
     windows = windows_of(layout.groups)
     slots = tier_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
-    on_disk = _disk_blocks(options, layout)
     block_bytes = layout.block_bytes * size
+    on_disk = _disk_blocks(options, block_bytes)
     if asked is not None:
         check_asked(_on_one_device(asked - asked % block_bytes, options, model.device), model.device, promised)
     room = [worker.room()]  # before the others', which they find out beside it
@@ -164,8 +173,9 @@ def _build(
     )
     if model_len < wanted:
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
+    parts: Sequence[PoolMemory] = ()
     if others is not None:
-        others.open(num_blocks, model_len)
+        parts = others.open(num_blocks, model_len, layout if options.disk_cache is not None else None)
     worker.open(num_blocks, model_len, open_pool)
     if others is not None:
         others.opened()
@@ -174,15 +184,21 @@ def _build(
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
-    lanes, movers = list[Lane](), dict[str, TierBelow]()
+    lanes, movers, store = list[Lane](), dict[str, TierBelow](), ""
     if slots:
         lanes.append(Lane(Tier(slots), mirrors=True))
         movers["host"] = open_host_tier(cache, slots)
     if options.disk_cache is not None:
-        weights = file_times(Path(options.model))
-        if (below := open_disk_tier(cache, options.disk_cache, on_disk, weights)) is not None:
+        below = open_disk_tier(cache, options.disk_cache, on_disk, worker.files, parts)
+        if below is not None:
             lanes.append(Lane(below.tier, below.block_seconds))
             movers["disk"] = below.mover
+    if options.remote_cache is not None:
+        from penstock.engine.remote_tier import open_remote_tier
+
+        remote = open_remote_tier(cache, options.remote_cache)
+        lanes.append(Lane(SharedTier(), remote.block_seconds))
+        movers["remote"], store = remote.mover, remote.name
     scheduler = Scheduler(
         limits,
         blocks,
@@ -217,7 +233,7 @@ def _build(
     found = budget if budget.tokens < budget.high else None
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
     memory = worker if others is None else others.memory(worker)
-    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory)
+    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 
 
 def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPool) -> RankProcesses | None:
@@ -246,11 +262,11 @@ def _start_ranks(options: EngineOptions, device: torch.device, open_pool: OpenPo
     return RankProcesses(options, device, threads)
 
 
-def _disk_blocks(options: EngineOptions, layout: KVLayout) -> int:
-    """KV blocks of the tier on disk; 0 where none is asked for. Raises ConfigError."""
+def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:
+    """KV blocks, of so many bytes on all ranks, of the tier on disk; 0 where none is asked for. Raises ConfigError."""
     asked = SIZE if options.disk_cache_size is None else options.disk_cache_size
     size = None if options.disk_cache is None else asked
-    return tier_blocks(size, layout.block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
+    return tier_blocks(size, block_bytes, prefix_cache=options.prefix_cache, option=SIZE_OPTION)
 
 
 def _on_one_device(memory: int, options: EngineOptions, device: torch.device) -> int:

@@ -1,11 +1,11 @@
-"""Copies of KV blocks on a disk, below a cache in the host's memory (`engine.mover`). They outlive the engine.
+"""Copies of KV blocks on a disk, below an engine's cache (`engine.mover`). They outlive the engine.
 
-    DIR/LAYOUT/N/blocks   slots of one block each
-    DIR/LAYOUT/N/index    a record for each slot: what lies there, and its checksum
+    blocks   slots of one block each
+    index    a record for each slot: what lies there, and its checksum
 
-LAYOUT names everything that two engines must have in common to use each other's blocks: another model, quantisation,
-version or processor has another folder, and never opens this one. N is a number from 0 on: each engine of several that
-share DIR has a folder to itself as long as it runs.
+These are in a folder of the engine's own, in which only engines like it find anything (`engine.disk_folders`). Where
+ranks share a model, a slot has the parts of all of them, one behind the other. Rank 0 maps the memory of the others, so
+that a copy is whole, or is not, for all of them at once.
 
 Which copy goes is decided block by block (`kv.tier`), so a slot is overwritten where it is: a log that drops its oldest
 segments would drop the beginnings of prompts first, behind which all the rest is found. A slot's record is voided
@@ -17,15 +17,13 @@ the next start, the other when it is loaded.
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import logging
 import mmap
 import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from hashlib import blake2b
@@ -36,14 +34,16 @@ from typing import NamedTuple
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.core.layout import KVLayout
 from penstock.core.version import VERSION
+from penstock.engine.block_views import address_of, processor_of, views_of
 from penstock.engine.cache import KVCache
+from penstock.engine.disk_folders import LAYOUT_BYTES, Folder, Leftovers
 from penstock.engine.mover import PIECE, Mover
 from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Kept, Tier
-from penstock.nn import native
+from penstock.transfer.files import DIRECT, FAILS, FULL, opened, read_all, write_all
+from penstock.transfer.memory import PoolMemory
 
 log = logging.getLogger("penstock.engine")
 OPTION, SIZE_OPTION = "disk-cache", "disk-cache-size"
@@ -53,13 +53,9 @@ FORMAT = 1  # of the files
 RECORD, CHECK = struct.Struct("<16s16sQQQI"), struct.Struct("<I")
 RECORD_BYTES = RECORD.size + CHECK.size
 FIRST, BEHIND, ALONE = range(3)  # a prompt's first block, one behind its parent, one that is found beside others
-DIRECT = getattr(os, "O_DIRECT", 0)  # other systems have other ways
 PIECE_BYTES = 32 << 20  # of a push, after which loads may come first
 TRIALS = 4  # reads at the start, of which the best counts
 UNMEASURED = 200e6  # bytes/s of a disk on which nothing could be tried
-MOST_FOLDERS = 1024
-# Of a disk that fails, which is no reason not to serve; all else is a mistake of whoever named the folder
-FAILS = (errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 
 
 class DiskTier(NamedTuple):
@@ -81,12 +77,12 @@ class Index:
     """
 
     def __init__(self, path: Path, num_slots: int, whole: int) -> None:
-        self._fd = _opened(path)
+        self._fd = opened(path)
         self.kept: list[Kept] = []
         self.stored: dict[int, tuple[bytes, int]] = {}
         with ExitStack() as stack:
             stack.callback(self.close)
-            data = _read_all(self._fd, num_slots * RECORD_BYTES)
+            data = read_all(self._fd, num_slots * RECORD_BYTES)
             os.ftruncate(self._fd, num_slots * RECORD_BYTES)
             stack.pop_all()
         for slot in range(min(whole, len(data) // RECORD_BYTES)):
@@ -103,12 +99,12 @@ class Index:
 
     def void(self, slot: int) -> None:
         """What lies there is going to be something else."""
-        _write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
+        write_all(self._fd, bytes(RECORD_BYTES), slot * RECORD_BYTES)
 
     def write(self, move: Move, checksum: int) -> None:
         kind = FIRST if not move.parent else ALONE if move.parent == BESIDE else BEHIND
         said = RECORD.pack(move.key, move.parent, next(self._numbers), checksum, move.slot, kind)
-        _write_all(self._fd, said + CHECK.pack(zlib.crc32(said)), move.slot * RECORD_BYTES)
+        write_all(self._fd, said + CHECK.pack(zlib.crc32(said)), move.slot * RECORD_BYTES)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -117,14 +113,17 @@ class Index:
 class DiskSlots:
     """A `Way` to slots in a file, and their `Journal`.
 
-    Blocks are written from where they lie, past the page cache where the file system allows it: that has the weights.
+    Blocks in the host's memory are written from where they lie, past the page cache where the file system allows it:
+    that has the weights.
 
     Args:
-        cache: whose blocks are copied; in the host's memory.
-        directory: DIR, above.
+        cache: whose blocks are copied.
+        directory: in which its folder is.
         weights: tells those of the layout's `model` from what the same files had in them at another time.
+        others: the other ranks' parts of the same blocks, of the same layout; owned, and closed at the end.
 
     Attributes:
+        block_bytes: of all parts.
         folder: of this engine alone.
         block_seconds: that reading a block took at the start.
 
@@ -132,18 +131,23 @@ class DiskSlots:
         OSError: the directory cannot be used.
     """
 
-    def __init__(self, cache: KVCache, directory: Path, num_slots: int, weights: str = "") -> None:
-        assert cache.slots.is_cpu
-        self.block_bytes = size = cache.layout.block_bytes
-        self._cache: KVCache | None = cache
+    def __init__(
+        self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
+    ) -> None:
+        self._views = views_of(cache, others)
+        self.block_bytes = size = self._views.block_bytes
         self._num_slots = num_slots
         self._buffer = mmap.mmap(-1, size)
+        self._read_at = address_of(self._buffer)
         self._held = -1  # the slot whose content is there
         with ExitStack() as stack:
-            self.folder, lock = _own_folder(directory / _name(cache.layout, weights))
-            stack.callback(os.close, lock)
+            stack.callback(self._views.close)
+            folder = Folder(directory / _name(cache, weights, 1 + len(others)))
+            stack.callback(folder.close)
+            self.folder = folder.path
+            self._leftovers = Leftovers(directory, self.folder, num_slots * size)
             self.block_seconds, direct = self._tried(self.folder / "trial")
-            self._fd = _opened(self.folder / "blocks", direct)
+            self._fd = opened(self.folder / "blocks", direct)
             stack.callback(os.close, self._fd)
             whole = os.fstat(self._fd).st_size // size
             os.ftruncate(self._fd, num_slots * size)  # it is sparse
@@ -165,9 +169,9 @@ class DiskSlots:
         self._buffer[:] = os.urandom(self.block_bytes)  # what is all zeros may never reach the disk
         for direct in (DIRECT, 0):
             with suppress(OSError):
-                fd = _opened(path, direct)
+                fd = opened(path, direct)
                 try:
-                    _write_all(fd, self._buffer, 0)
+                    write_all(fd, self._buffer, 0)
                     return min(self._read_seconds(fd) for _ in range(TRIALS)), direct
                 finally:
                     os.close(fd)
@@ -180,12 +184,21 @@ class DiskSlots:
         return time.perf_counter() - began
 
     def store(self, moves: Sequence[Move]) -> Sequence[memoryview]:
-        contents = [self._block(move.block) for move in moves]
+        contents = self._views.of([move.block for move in moves])
         self._held = -1
+        self._leftovers.trim()
         for move, content in zip(moves, contents, strict=True):
             self._index.void(move.slot)
-            _write_all(self._fd, content, self._place(move.slot))
+            self._write(content, self._place(move.slot))
         return contents
+
+    def _write(self, content: memoryview, place: int) -> None:
+        while True:
+            try:
+                return write_all(self._fd, content, place)
+            except OSError as error:
+                if error.errno not in FULL or not self._leftovers.give_way():
+                    raise
 
     def write(self, move: Move, checksum: int) -> None:
         self._index.write(move, checksum)
@@ -195,7 +208,9 @@ class DiskSlots:
         for move in moves:  # whose contents were just looked at, one by one
             if self._held != move.slot:
                 self.content(move.slot)
-            self._block(move.block)[:] = self._buffer
+            (view,) = self._views.into([move.block])
+            ctypes.memmove(address_of(view), self._read_at, self.block_bytes)  # others may have the interpreter
+            self._views.arrived([move.block])
             number += 1
         return number
 
@@ -216,30 +231,24 @@ class DiskSlots:
         return system.f_bavail * system.f_frsize + os.fstat(self._fd).st_blocks * 512
 
     def close(self) -> None:
-        self._cache = None
         self._open.close()
-
-    def _block(self, block: int) -> memoryview:
-        """A block's bytes, in place."""
-        assert self._cache is not None
-        assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
-        address = self._cache.slots.data_ptr() + block * self.block_bytes
-        return memoryview((ctypes.c_ubyte * self.block_bytes).from_address(address)).cast("B")
 
     def _place(self, slot: int) -> int:
         assert 0 <= slot < self._num_slots, f"slot {slot} of {self._num_slots}"
         return slot * self.block_bytes
 
 
-def open_disk_tier(cache: KVCache, directory: str, num_slots: int, weights: str = "") -> DiskTier | None:
+def open_disk_tier(
+    cache: KVCache, directory: str, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
+) -> DiskTier | None:
     """Open the tier below a cache, with so many slots and what an engine before this one has left in them. None when
     the disk fails: then all is computed. Raises ConfigError when the directory cannot be used.
 
     Args:
-        weights: see `DiskSlots`.
+        weights, others: see `DiskSlots`.
     """
     try:
-        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights)
+        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights, others)
     except (OSError, RuntimeError) as error:  # as where there is no such user
         reason = getattr(error, "strerror", None) or str(error)
         if getattr(error, "errno", None) in FAILS:
@@ -275,52 +284,13 @@ def check_disk_tier(directory: str | None, size: int | None, device: torch.devic
         if size is not None:
             raise ConfigError(f"{SIZE_OPTION}: {size / 2**30:.1f} GiB, allowed only with {OPTION}", SIZE_OPTION)
         return
-    if device.type != "cpu":
-        raise ConfigError(f"{OPTION}: {directory!r}, not supported yet on {device.type}, allowed on a CPU", OPTION)
-    if ranks > 1:
-        raise ConfigError(
-            f"{OPTION}: {directory!r}, not supported yet with tensor-parallel-size {ranks}, allowed with 1", OPTION
-        )
+    if device.type != "cpu" and ranks > 1:
+        what = f"on {device.type} with tensor-parallel-size {ranks}"
+        raise ConfigError(f"{OPTION}: {directory!r}, not supported yet {what}, allowed with 1, or on a CPU", OPTION)
 
 
-def _name(layout: KVLayout, weights: str) -> str:
+def _name(cache: KVCache, weights: str, ranks: int) -> str:
     """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
-    parts = (FORMAT, VERSION, torch.__version__, native.made_from(), weights, sorted(asdict(layout).items()))
-    return blake2b(repr(parts).encode(), digest_size=8, person=b"penstock.disk").hexdigest()
-
-
-def _own_folder(parent: Path) -> tuple[Path, int]:
-    """The first one that no other engine has, and its lock, a file to be closed at the end. Raises OSError."""
-    for number in range(MOST_FOLDERS):
-        folder = parent / str(number)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
-        lock = _opened(folder / "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return folder, lock
-        except BaseException as error:
-            os.close(lock)
-            if not isinstance(error, BlockingIOError):
-                raise
-    raise OSError(errno.EBUSY, f"{MOST_FOLDERS} engines use it")
-
-
-def _opened(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
-
-
-def _write_all(fd: int, data: bytes | mmap.mmap | memoryview, place: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, place)
-        view, place = view[written:], place + written
-
-
-def _read_all(fd: int, size: int) -> bytes:
-    def pieces() -> Iterator[bytes]:
-        place = 0
-        while piece := os.pread(fd, min(size - place, 1 << 24), place):
-            yield piece
-            place += len(piece)
-
-    return b"".join(pieces())
+    made = VERSION, torch.__version__, processor_of(cache.slots.device)
+    parts = (FORMAT, *made, weights, ranks, sorted(asdict(cache.layout).items()))
+    return blake2b(repr(parts).encode(), digest_size=LAYOUT_BYTES, person=b"penstock.disk").hexdigest()

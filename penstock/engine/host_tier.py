@@ -73,7 +73,7 @@ class PinnedSlots(HostSlots):
         self._device = cache.slots.device
         self._stream = torch.cuda.Stream(self._device)
         # what a step leaves is written when its kernels have run, which may be later than it is reported
-        self._computed = cache.computed = torch.cuda.Event()
+        self._computed = cache.computed = cache.computed or torch.cuda.Event()
         self._arrived = torch.cuda.Event(blocking=True)  # waiting does not use the CPU
         self._slots = torch.frombuffer(self._memory.buffer, dtype=cache.slots.dtype).view(num_slots, -1)
         size = num_slots * self.block_bytes

@@ -18,10 +18,11 @@ from penstock.kv.connector import KVTier
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.limits import SOON, STOPS_IN, StepBudget
-from penstock.sched.local.offload import Load, Order
+from penstock.sched.local.offload import Load, Order, Question
 
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
+ANSWERS_IN = 0.1  # instead of GRACE, for a question
 LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
 
 
@@ -60,6 +61,16 @@ class TierBelow(KVTier, Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
+        ...
+
+    @property
+    def away(self) -> bool:
+        """Whether it does not answer at present."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes nothing at present."""
         ...
 
 
@@ -319,11 +330,15 @@ class Engine:
         if not self.movers:
             return
         over = [(tier, moved) for tier, mover in self.movers.items() for moved in mover.poll()]
+        self._look_at_tiers()
         for tier, (handle, blocks, seconds) in over:
             order = self._moving.pop((tier, handle))
             if isinstance(order, Load):
                 self._given_up_at.pop(order.number, None)
                 self.scheduler.loaded(order.number, len(blocks), seconds)
+            elif isinstance(order, Question):
+                self._given_up_at.pop(order.number, None)
+                self.scheduler.answered(order.number, len(blocks), seconds)
             else:
                 self.scheduler.stored(order.number, whole=len(blocks) == len(order.moves))
         if self._given_up_at:
@@ -334,6 +349,13 @@ class Engine:
         self._order_moves()
         if over:
             self.write_down()
+
+    def _look_at_tiers(self) -> None:
+        """Which of them answer, and take something."""
+        offload = self.scheduler.offload
+        for lane in () if offload is None else offload.lanes:
+            mover = self.movers[lane.name]
+            lane.away, lane.full = mover.away, mover.full
 
     def _order_moves(self) -> None:
         """Start the moves that the scheduler wants."""
@@ -346,6 +368,9 @@ class Engine:
                 if self._ledger is not None:
                     self._ledger.clear(move.block for move in order.moves)
                 self._moving[order.tier, mover.pull(order.moves)] = order
+            elif isinstance(order, Question):
+                self._given_up_at[order.number] = self._clock.now() + PATIENCE * order.seconds + ANSWERS_IN
+                self._moving[order.tier, mover.ask(order.moves)] = order
             else:
                 self._moving[order.tier, mover.push(order.moves)] = order
 

@@ -109,6 +109,7 @@ class BuiltModelled:
     device_model: DeviceModel
     pool: KVPool
     memory: None = None  # it has no weights, and its KV is of a few bytes a block
+    store: str = ""
 
     def close(self) -> None:
         """Release the KV memory; the engine cannot be used afterwards."""

@@ -1,6 +1,7 @@
-"""The thread that copies blocks between the device and the tier below it, as `sched.local.offload` orders.
+"""The thread that copies blocks between the device and a tier below it, as `sched.local.offload` orders.
 
-The tier's `Way` does the copying. The order of copies and their verification are the same for all tiers.
+A `Carrier` does what is ordered; the order of it is the same for all tiers. Where a tier has slots, a `Way` copies to
+and from them, and what they have is verified here.
 """
 
 from __future__ import annotations
@@ -12,14 +13,53 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, takewhile
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from penstock.engine.executor.inline import Bell
 from penstock.kv.connector import Move, Moved
+from penstock.transfer.memory import checksum_of
 
 log = logging.getLogger("penstock.engine")
 PIECE = 16  # blocks; copying them takes the host's memory milliseconds
 COMPLAIN_EVERY = 60.0  # seconds
+
+
+class Carrier(Protocol):
+    """Does what is ordered. One thread calls it; an error ends the order.
+
+    Attributes:
+        piece: blocks of a push that are stored at once, after which something else may come first.
+        away: the tier does not answer at present, so nothing should be asked of it; `full`: it takes nothing.
+    """
+
+    piece: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        ...
+
+    @property
+    def away(self) -> bool: ...
+
+    @property
+    def full(self) -> bool: ...
+
+    def store(self, moves: Sequence[Move]) -> None:
+        """Copy these blocks to the tier; they are there when this returns."""
+        ...
+
+    def load(self, moves: Sequence[Move]) -> int:
+        """Copy to these blocks what is meant. Returns how many have come, from the first on."""
+        ...
+
+    def find(self, moves: Sequence[Move]) -> int:
+        """How many of these are in the tier, from the first on."""
+        ...
+
+    def close(self) -> None:
+        """Release the tier and the device's blocks."""
+        ...
 
 
 class Way(Protocol):
@@ -67,30 +107,77 @@ class Journal(Protocol):
 
 
 class _Order(NamedTuple):
-    """A push or a pull."""
+    """A push, a pull or a question."""
 
     handle: int
     moves: Sequence[Move]
-    is_pull: bool
+    kind: Literal["push", "pull", "ask"]
 
 
-def checksum_of(data: memoryview) -> int:
-    """64 bits, as of the blocks of a pool (`transfer.records`). Detects corruption; not secure against an attacker."""
-    from xxhash import xxh3_64_intdigest  # an engine without a tier never needs it
+class Courier:
+    """A `KVTier`: takes orders from one thread, and has them carried out in order in its own.
 
-    return xxh3_64_intdigest(data)
+    Pulls and questions come before waiting pushes. A failure ends the order, not the engine.
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._handles = count(1)
+        self._desk = desk = _Desk()
+        thread = threading.Thread(target=_Worker(desk, carrier).work, name="penstock-mover", daemon=True)
+        # the memory must outlive a running copy, also at interpreter exit
+        self._stop = weakref.finalize(self, _stop, thread, desk, carrier)
+        thread.start()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self._carrier.block_bytes
+
+    @property
+    def away(self) -> bool:
+        """Whether the tier does not answer at present."""
+        return self._carrier.away
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes nothing at present."""
+        return self._carrier.full
+
+    def fileno(self) -> int:
+        return self._desk.bell.fd
+
+    def push(self, moves: Sequence[Move]) -> int:
+        return self._give(moves, "push")
+
+    def pull(self, moves: Sequence[Move], source: None = None) -> int:
+        return self._give(moves, "pull")
+
+    def ask(self, moves: Sequence[Move]) -> int:
+        return self._give(moves, "ask")
+
+    def poll(self) -> list[Moved]:
+        return self._desk.take() if self._desk.over else []
+
+    def settle(self) -> None:
+        self._desk.settle()
+
+    def close(self) -> None:
+        self._stop()
+
+    def _give(self, moves: Sequence[Move], kind: Literal["push", "pull", "ask"]) -> int:
+        order = _Order(next(self._handles), moves, kind)
+        self._desk.give(order)
+        return order.handle
 
 
-class Mover:
-    """A `KVTier` over the slots of a `Way`: takes orders from one thread, and executes them in order in its own.
-
-    Pulls come before waiting pushes. The key and checksum of each slot's content are kept, and a pull verifies them. A
-    failure ends the order, not the engine.
+class Mover(Courier):
+    """Over the slots of a `Way`. The key and checksum of each slot's content are kept, and a pull verifies them.
 
     Args:
         checksum: of a slot's bytes.
         journal: None where slots are empty at first and do not outlive this.
-        piece: blocks of a push, after each of which pulls may come first.
+        piece: see `Carrier`.
     """
 
     def __init__(
@@ -101,47 +188,7 @@ class Mover:
         piece: int = PIECE,
     ) -> None:
         self._way = way
-        self._handles = count(1)
-        self._desk = desk = _Desk()
-        # slot -> key and checksum of what lies there
-        self._stored: dict[int, tuple[bytes, int]] = {} if journal is None else dict(journal.stored)
-        work = _Carrier(desk, way, checksum, self._stored, journal, piece).work
-        thread = threading.Thread(target=work, name="penstock-mover", daemon=True)
-        # the memory must outlive a running copy, also at interpreter exit
-        self._stop = weakref.finalize(self, _stop, thread, desk, way)
-        thread.start()
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self._way.block_bytes
-
-    def fileno(self) -> int:
-        return self._desk.bell.fd
-
-    def push(self, moves: Sequence[Move]) -> int:
-        return self._give(moves, is_pull=False)
-
-    def pull(self, moves: Sequence[Move], source: None = None) -> int:
-        return self._give(moves, is_pull=True)
-
-    def poll(self) -> list[Moved]:
-        return self._desk.take() if self._desk.over else []
-
-    def contains(self, keys: Sequence[bytes]) -> int:
-        stored = {key for key, _ in list(self._stored.values())}
-        return sum(1 for _ in takewhile(stored.__contains__, keys))
-
-    def settle(self) -> None:
-        self._desk.settle()
-
-    def close(self) -> None:
-        self._stop()
-
-    def _give(self, moves: Sequence[Move], *, is_pull: bool) -> int:
-        order = _Order(next(self._handles), moves, is_pull)
-        self._desk.give(order)
-        return order.handle
+        super().__init__(_Slots(way, checksum, journal, piece))
 
 
 class _Desk:
@@ -155,14 +202,14 @@ class _Desk:
         self.bell = Bell()
         self.over: list[Moved] = []
         self._changed = threading.Condition()
-        self._pulls: deque[_Order] = deque()
+        self._first: deque[_Order] = deque()  # pulls and questions
         self._pushes: deque[_Order] = deque()
         self._open = 0  # given, and not over
         self._closed = False
 
     def give(self, order: _Order) -> None:
         with self._changed:
-            (self._pulls if order.is_pull else self._pushes).append(order)
+            self._queue(order).append(order)
             self._open += 1
             self._changed.notify_all()
 
@@ -184,59 +231,79 @@ class _Desk:
     def next(self) -> _Order | None:
         """To be carried out now, if it is a push a piece of it; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pulls or self._pushes or self._closed)
+            self._changed.wait_for(lambda: self._first or self._pushes or self._closed)
             if self._closed:
                 return None
-            return self._pulls[0] if self._pulls else self._pushes[0]
+            return self._first[0] if self._first else self._pushes[0]
 
     def end(self, order: _Order, good: int, seconds: float) -> None:
         """The first of its kind is over."""
         with self._changed:
-            (self._pulls if order.is_pull else self._pushes).popleft()
+            self._queue(order).popleft()
             self._open -= 1
             blocks = tuple(move.block for move in order.moves[:good])
             self.over.append(Moved(order.handle, blocks, seconds))
             self.bell.ring()
             self._changed.notify_all()
 
+    def _queue(self, order: _Order) -> deque[_Order]:
+        return self._pushes if order.kind == "push" else self._first
 
-class _Carrier:
+
+class _Worker:
     """What the thread does."""
 
-    def __init__(
-        self,
-        desk: _Desk,
-        way: Way,
-        checksum: Callable[[memoryview], int],
-        stored: dict[int, tuple[bytes, int]],
-        journal: Journal | None,
-        piece: int,
-    ) -> None:
-        self._desk, self._way, self._checksum, self._stored = desk, way, checksum, stored
-        self._journal, self._piece = journal, piece
+    def __init__(self, desk: _Desk, carrier: Carrier) -> None:
+        self._desk, self._carrier = desk, carrier
         self._done = 0  # blocks of the first push
         self._took = 0.0  # for those
-        self._complain_at = 0.0
+        self._complain = Complaints()
 
     def work(self) -> None:
         while (order := self._desk.next()) is not None:
             began = time.monotonic()
             try:
-                good = self._load(order.moves) if order.is_pull else self._store(order.moves)
+                good = self._carry_out(order)
             except Exception as error:
                 self._complain("%d blocks could not be copied: %s: %s", len(order.moves), type(error).__name__, error)
                 good = 0
             took = time.monotonic() - began
-            if not order.is_pull:
+            if order.kind == "push":
                 self._took += took
                 if 0 < good < len(order.moves):
                     continue
                 took, self._took, self._done = self._took, 0.0, 0
             self._desk.end(order, good, took)
 
-    def _store(self, order: Sequence[Move]) -> int:
-        """A piece of it. Returns how many of its blocks are there."""
-        moves = order[self._done : self._done + self._piece]
+    def _carry_out(self, order: _Order) -> int:
+        """Of a push a piece. Returns how many of its blocks are done."""
+        if order.kind == "pull":
+            return self._carrier.load(order.moves)
+        if order.kind == "ask":
+            return self._carrier.find(order.moves)
+        moves = order.moves[self._done : self._done + self._carrier.piece]
+        self._carrier.store(moves)
+        self._done += len(moves)
+        return self._done
+
+
+class _Slots:
+    """A `Carrier` to and from slots."""
+
+    away = full = False
+
+    def __init__(self, way: Way, checksum: Callable[[memoryview], int], journal: Journal | None, piece: int) -> None:
+        self.piece = piece
+        self._way, self._checksum, self._journal = way, checksum, journal
+        # slot -> key and checksum of what lies there
+        self._stored: dict[int, tuple[bytes, int]] = {} if journal is None else dict(journal.stored)
+        self._complain = Complaints()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._way.block_bytes
+
+    def store(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self._stored.pop(move.slot, None)
         for move, content in zip(moves, self._way.store(moves), strict=True):
@@ -244,11 +311,16 @@ class _Carrier:
             if self._journal is not None:
                 self._journal.write(move, checksum)
             self._stored[move.slot] = move.key, checksum
-        self._done += len(moves)
-        return self._done
 
-    def _load(self, moves: Sequence[Move]) -> int:
+    def load(self, moves: Sequence[Move]) -> int:
         return self._way.load(takewhile(self._is_sound, moves))
+
+    def find(self, moves: Sequence[Move]) -> int:
+        stored = {key for key, _ in self._stored.values()}
+        return sum(1 for _ in takewhile(lambda move: move.key in stored, moves))
+
+    def close(self) -> None:
+        self._way.close()
 
     def _is_sound(self, move: Move) -> bool:
         """Whether a slot's key and checksum are those stored."""
@@ -257,16 +329,22 @@ class _Carrier:
         self._complain("a copy of a block is not what was stored: what it held is computed again")
         return False
 
-    def _complain(self, message: str, *args: object) -> None:
-        """Log a warning, rate-limited."""
-        if time.monotonic() >= self._complain_at:
-            self._complain_at = time.monotonic() + COMPLAIN_EVERY
+
+class Complaints:
+    """Warnings of one kind, at a limited rate."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def __call__(self, message: str, *args: object) -> None:
+        if time.monotonic() >= self._at:
+            self._at = time.monotonic() + COMPLAIN_EVERY
             log.warning(message, *args)
 
 
-def _stop(thread: threading.Thread, desk: _Desk, way: Way) -> None:
+def _stop(thread: threading.Thread, desk: _Desk, carrier: Carrier) -> None:
     desk.close()
     if thread is not threading.current_thread():
         thread.join()
-    way.close()
+    carrier.close()
     desk.bell.close()

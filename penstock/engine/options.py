@@ -30,6 +30,7 @@ class EngineOptions:
         host_cache_memory: bytes of a tier of copies in the host's memory, below a CUDA device; None is no such tier.
         disk_cache: a folder for a tier of copies on disk, below a CPU; None is no such tier.
         disk_cache_size: bytes of it; None is the default (engine/disk_tier.py).
+        remote_cache: URL of a store for a tier that engines share (transfer/stores.py); None is no such tier.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
         kv_address_mode: "contiguous" or "table" (engine/cache.py); "auto" is what measured faster: on a CPU, table with
@@ -57,6 +58,7 @@ class EngineOptions:
     host_cache_memory: int | None = None
     disk_cache: str | None = None
     disk_cache_size: int | None = None
+    remote_cache: str | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     kv_address_mode: str = "auto"

@@ -528,6 +528,9 @@ def _tiers_of(engine: Engine) -> tuple[TierStats, ...]:
             failed_stores=lane.failed_stores,
             expected=lane.expected,
             took=lane.took,
+            questions=lane.questions,
+            failed_questions=lane.failed_questions,
+            late_questions=lane.late_questions,
         )
         for lane in (() if offload is None else offload.lanes)
     )

@@ -21,7 +21,7 @@ from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
 from penstock.nn.linear import WHOLE, Shard
-from penstock.nn.loader import Loaded, identity, load
+from penstock.nn.loader import Loaded, file_times, identity, load
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.ranks import Ranks
@@ -32,7 +32,7 @@ from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.text.grammar import Grammars
-from penstock.transfer.pool import KVPool, OpenPool, anonymous_pool, memfd_pool
+from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
 if TYPE_CHECKING:
     from penstock.engine.weights import WeightManager
@@ -85,6 +85,7 @@ class Worker:
         self.budget = _step_budget(options, self.max_model_len, self.limit)
         order = _chosen(options.kv_layout, "block")
         self._identity = identity(Path(options.model))
+        self.files = file_times(Path(options.model))
         name = "-".join(filter(None, (self._identity, model.config.variant)))
         self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
         if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
@@ -112,6 +113,8 @@ class Worker:
             ConfigError: or a KV pool server that refuses.
             Unavailable: there is no KV pool server.
         """
+        if isinstance(open_pool, SharedPool):
+            open_pool = replace(open_pool, weights=self.files)
         cache, self.pool = _open_cache(self.options, self.model, self.layout, num_blocks, max_model_len, open_pool)
         grammars = Grammars(Path(self.options.model), self.model.config.vocab_size)
         self.runner = Runner(self.model, cache, self.options.graph_mode, grammars)
@@ -162,7 +165,8 @@ class Worker:
     def _take_up(self, parts: Sequence[Part]) -> None:
         if "weights" in parts:
             if self._gone:
-                if identity(Path(self.options.model)) != self._identity:
+                path = Path(self.options.model)
+                if (identity(path), file_times(path)) != (self._identity, self.files):
                     # prefix keys, and blocks from elsewhere, are those of the model that it was
                     raise ConfigError(f"{self.options.model}: the checkpoint is another one now, restart", "model")
                 self.model = self._load()

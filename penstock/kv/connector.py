@@ -87,8 +87,9 @@ class KVTier(KVConnector[None], Protocol):
         """Begin to copy our blocks there. Returns a handle."""
         ...
 
-    def contains(self, keys: Sequence[bytes]) -> int:
-        """How many of these it has, from the first on. What it has may be gone, or spoiled, when it is pulled."""
+    def ask(self, moves: Sequence[Move]) -> int:
+        """Begin to find out how many of these it has, from the first on; only their keys count. Returns a handle, whose
+        `Moved` has as many blocks. What it has may be gone, or spoiled, when it is pulled."""
         ...
 
     def settle(self) -> None:

@@ -276,6 +276,9 @@ class _EngineSeries:
         self.moved = self._metric(Counter, "kv_bytes_moved", "KV that was copied between tiers", ["from", "to"])
         self.stored = self._metric(Gauge, "kv_tier_bytes", "KV that is in a tier below the device", ["tier"])
         self.loads = self._metric(Counter, "kv_loads", "Loads of KV from a tier below the device", ["tier"])
+        self.questions = self._metric(
+            Counter, "kv_tier_questions", "Questions about what is in a tier that others use too", ["tier"]
+        )
         self.load_seconds = self._metric(
             Counter, "kv_load_seconds", "Time that loads took which brought all that they should have", ["tier"]
         )
@@ -285,8 +288,8 @@ class _EngineSeries:
         self.failures = self._metric(
             Counter,
             "kv_tier_failures",
-            "Loads that brought less than was stored, or were too late for whoever waited, and stores that failed: "
-            "all is computed instead",
+            "Loads that brought less than was stored, or were too late for whoever waited, stores that failed, and "
+            "questions about what is there without an answer, or with one that was too late: all is computed instead",
             ["tier", "reason"],
         )
         self.drafts = self._metric(
@@ -352,6 +355,9 @@ class _EngineSeries:
             "failed_loads": self.failures.labels(*engine, tier, "load"),
             "late_loads": self.failures.labels(*engine, tier, "late"),
             "failed_stores": self.failures.labels(*engine, tier, "store"),
+            "questions": self.questions.labels(*engine, tier),
+            "failed_questions": self.failures.labels(*engine, tier, "question"),
+            "late_questions": self.failures.labels(*engine, tier, "late question"),
             "took": self.load_seconds.labels(*engine, tier),
             "expected": self.expected_seconds.labels(*engine, tier),
         }

@@ -8,6 +8,12 @@ Memory that outlives an engine:
     kv_pool_server.py   the server that owns the pools of a host
     kv_pool_client.py   an engine's end of it
 
+Blocks that are kept elsewhere, for all engines:
+
+    stores.py           the menu of stores, by URL (store_url.py)
+    block_store.py      what every store does: put, get and find blocks, verified, in bounded time (bounded.py)
+    directory.py, mooncake_store.py   those that there are: files that hosts share (files.py), or memory of many hosts
+
 Blocks that move between engines:
 
     transports.py       what every transport does, and the menu of them

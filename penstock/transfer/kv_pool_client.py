@@ -66,10 +66,11 @@ class KVPoolClaim:
             self._server.close()
             raise
 
-    def attach(self, layout: KVLayout, quota: int) -> KVPoolClient:
-        """See `KVPoolClient.attach`. The place is the client's from then on, or closed."""
+    def attach(self, layout: KVLayout, quota: int, weights: str = "") -> KVPoolClient:
+        """See `KVPoolClient.attach` and, for `weights`, `Attach`. The place is the client's from then on, or closed."""
+        request = Attach(self._instance, self._incarnation, layout, quota, weights=weights)
         try:
-            attached = self._server.ask(Attach(self._instance, self._incarnation, layout, quota), Attached)
+            attached = self._server.ask(request, Attached)
             memory, table = _map(self._server.take_fds(), attached.num_blocks, layout.block_bytes)
         except BaseException:
             self._server.close()

@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import msgspec
 
@@ -82,10 +82,15 @@ class HostPool:
         self._orphan_seconds = orphan_seconds
         self._orphaned_until: dict[str, float] = {}  # failed instance -> time
         self._left: dict[str, dict[bytes, int]] = {}  # what these left by key, of those that were looked for
+        self._weights: dict[str, str] = {}  # by instance, see `Attach`
 
-    def attach(self, name: str, incarnation: int, quota: int) -> list[int]:
+    def attach(self, name: str, incarnation: int, quota: int, weights: str = "") -> list[int]:
         """Attach an incarnation; returns the inherited blocks. Raises ConfigError."""
         inherited = self.depot.attach(name, incarnation, quota)
+        if self._weights.get(name, weights) != weights:
+            self.depot.drop(name, inherited)
+            inherited = []
+        self._weights[name] = weights
         self._orphaned_until.pop(name, None)
         self._left.pop(name, None)
         for block in inherited:
@@ -117,15 +122,16 @@ class HostPool:
         self._trim()
         return held
 
-    def find(self, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
-        """Of what failed instances have left, the (block, generation) of each key."""
-        for name in self._orphaned_until.keys() - self._left.keys():
-            records = filter(None, map(self.records.get, self.depot.held(name)))
-            self._left[name] = {record.key: record.block for record in records}
-        return [self._find(key) for key in keys]
+    def find(self, name: str, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """Of what failed instances have left, the (block, generation) of each key, for another one."""
+        for other in self._orphaned_until.keys() - self._left.keys():
+            records = filter(None, map(self.records.get, self.depot.held(other)))
+            self._left[other] = {record.key: record.block for record in records}
+        alike = [left for other, left in self._left.items() if self._weights[other] == self._weights[name]]
+        return [self._find(alike, key) for key in keys]
 
-    def _find(self, key: bytes) -> tuple[int, int] | None:
-        for left in self._left.values():
+    def _find(self, alike: Sequence[Mapping[bytes, int]], key: bytes) -> tuple[int, int] | None:
+        for left in alike:
             block = left.get(key)
             if block is None:
                 continue
@@ -157,6 +163,7 @@ class HostPool:
                 log.info("%s did not come back: %d blocks are free", name, orphans)
             del self._orphaned_until[name]
             self._left.pop(name, None)
+            del self._weights[name]
             self.depot.expire(name)
         self._trim()
 
@@ -355,7 +362,7 @@ class KVPoolServer:
         elif isinstance(request, Exchange):
             self._send(connection, Exchanged(pool.exchange(connection.instance, request.give, request.want)))
         elif isinstance(request, Find):
-            self._send(connection, Found(pool.find(request.keys)))
+            self._send(connection, Found(pool.find(connection.instance, request.keys)))
         elif isinstance(request, Hold):
             self._send(connection, Held(pool.hold(connection.instance, request.blocks, request.give)))
 
@@ -374,7 +381,7 @@ class KVPoolServer:
             pool = self._pool(request.layout)
             self._end_earlier_life(name, request.incarnation)
             try:
-                inherited = pool.attach(name, request.incarnation, request.quota)
+                inherited = pool.attach(name, request.incarnation, request.quota, request.weights)
             finally:
                 self._retire(pool)
         except (ConfigError, OSError) as error:

@@ -11,6 +11,13 @@ PAGE = 4096  # bytes
 _NO_RESERVE = 0x4000  # Python has no name for it
 
 
+def checksum_of(data: memoryview) -> int:
+    """64 bits of XXH3 over a block's bytes. Detects corruption; not secure against an attacker."""
+    from xxhash import xxh3_64_intdigest  # an engine on its own never needs it
+
+    return xxh3_64_intdigest(data)
+
+
 class PoolMemory:
     """`num_blocks` blocks of `block_bytes` bytes each, mapped whole.
 
@@ -65,10 +72,8 @@ class PoolMemory:
         return self.buffer[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        """64 bits of XXH3 over a block's bytes. Detects corruption; not secure against an attacker."""
-        from xxhash import xxh3_64_intdigest  # an engine on its own never needs it
-
-        return xxh3_64_intdigest(self.block(block))
+        """See `checksum_of`."""
+        return checksum_of(self.block(block))
 
     @property
     def resident_bytes(self) -> int:

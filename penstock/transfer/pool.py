@@ -83,14 +83,27 @@ def anonymous_pool(layout: KVLayout, quota: int) -> KVPool:
     return KVPool(PoolMemory.anonymous(quota, layout.block_bytes), list(range(quota)))
 
 
+def pool_over(fd: int) -> OpenPool:
+    """Opens a pool over a memfd that another process has made for it, and maps too."""
+
+    def opened(layout: KVLayout, quota: int) -> KVPool:
+        return KVPool(PoolMemory(fd, quota, layout.block_bytes), list(range(quota)))
+
+    return opened
+
+
 @dataclass(frozen=True)
 class SharedPool:
     """Opens the pool of one incarnation of an instance, once, at the KV pool server. An `OpenPool`.
 
     Calling it raises ConfigError, Unavailable.
+
+    Attributes:
+        weights: see `Attach`.
     """
 
     place: KVPoolClaim
+    weights: str = ""
 
     @property
     def promised(self) -> int:
@@ -98,7 +111,7 @@ class SharedPool:
         return self.place.promised
 
     def __call__(self, layout: KVLayout, quota: int) -> KVPool:
-        client = self.place.attach(layout, quota)
+        client = self.place.attach(layout, quota, self.weights)
         try:
             blocks = client.exchange([], quota - len(client.inherited))
         except BaseException:

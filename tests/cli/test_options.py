@@ -119,7 +119,7 @@ def test_a_bad_file_is_named(tmp_path, content, says):
 def test_the_flags_of_serve():
     assert {option.name for option in serve.OPTIONS} == {
         *("api-key", "async-scheduling", "chat-template", "device", "drain-timeout", "dtype", "enable-prefix-caching"),
-        *("disk-cache", "disk-cache-size", "enable-sleep-mode"),
+        *("disk-cache", "disk-cache-size", "enable-sleep-mode", "remote-cache"),
         *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
         *(
             "kv-cache-dtype",

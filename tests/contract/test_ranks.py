@@ -55,6 +55,20 @@ def test_gathering_brings_each_ranks_own():
         assert all((x == torch.arange(3)[:, None, None]).all() for x in own)
 
 
+@pytest.mark.parametrize(
+    "exchange", [lambda rank: ops.all_reduce(torch.zeros(0, 4), rank), lambda rank: rank.gather(torch.zeros(0))]
+)
+def test_an_exchange_of_nothing_is_a_meeting(exchange):
+    """At the end of a step of which only K and V is wanted: then all have written theirs."""
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(exchange, first)
+        while first.awaits is None:
+            assert not waiting.done()
+        exchange(second)
+        waiting.result(20)
+
+
 def test_a_rank_that_fails_ends_every_wait():
     ranks = ranks_of(3)
     started = threading.Barrier(3)

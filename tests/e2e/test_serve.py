@@ -258,7 +258,7 @@ def alive(pid: int) -> bool:
 
 def test_a_server_that_sleeps_has_given_its_memory_back(tmp_path):
     """And keeps what runs, says the same when it is woken up, and needs nothing but a restart when it is killed. After
-    all that, it finds on disk what it has computed."""
+    all that, it finds on disk what it has computed, and so does the next server."""
 
     def is_found_on_disk(times):
         eventually(lambda: server.metric("kv_hit_tokens_total", tier="disk") == times * 46 * 64)
@@ -289,3 +289,7 @@ def test_a_server_that_sleeps_has_given_its_memory_back(tmp_path):
         assert not http.get("/is_sleeping").json()["is_sleeping"]
         assert http.post("/v1/completions", json=ask, timeout=60).json()["choices"] == first["choices"]
         is_found_on_disk(times=3)
+    with serving("demo", *disk, *QUICK) as server, httpx.Client(base_url=server.url) as http:
+        again = http.post("/v1/completions", json=ask, timeout=60).json()
+        assert again["choices"] == first["choices"]
+        is_found_on_disk(times=1)

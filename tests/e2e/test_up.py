@@ -294,13 +294,16 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_an_engine_whose_rank_is_killed_is_started_again_and_goes_on():
-    engine = DEMO | {"tensor-parallel-size": 2}
-    with deployed(colocated(1, engine=engine, restart={"backoff": 0.01})) as up:
+def test_an_engine_whose_rank_is_killed_is_started_again_and_goes_on(tmp_path):
+    """With what it has on disk, and so does the next deployment."""
+    engine = DEMO | {"tensor-parallel-size": 2, "disk-cache": str(tmp_path), "disk-cache-size": "100M"}
+    content = colocated(1, engine=engine, restart={"backoff": 0.01})
+    body = {**ASK, "prompt": [(7 * i) % 900 for i in range(1000)], "max_tokens": 100, "ignore_eos": True}
+    with deployed(content) as up:
         earlier = up.pids()["engine-0"]
         (rank,) = children_of(earlier)
-        body = {**ASK, "max_tokens": 200, "ignore_eos": True}
         undisturbed = complete(up, **body).json()["choices"][0]["text"]
+        eventually(lambda: up.metric("kv_bytes_moved_total", to="disk") > 0)
         with httpx.stream("POST", up.url + "/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
             lines = answer.iter_lines()
             first = next(lines)
@@ -314,6 +317,11 @@ def test_an_engine_whose_rank_is_killed_is_started_again_and_goes_on():
         up.process.kill()
         eventually(lambda: gone(successor))
         assert "Traceback" not in said
+    with deployed(content) as up:
+        answer = complete(up, **body).json()
+        assert answer["choices"][0]["text"] == undisturbed
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 15 * 64
+        eventually(lambda: up.metric("kv_hit_tokens_total", tier="disk") == 15 * 64)
 
 
 def test_requests_of_an_engine_that_does_not_come_back_end_with_an_error_each():

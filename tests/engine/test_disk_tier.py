@@ -1,10 +1,17 @@
 """A tier on disk: what outlives an engine, and that nothing but what was stored ever comes back."""
 
 import errno
+import fcntl
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +23,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import KVCache
+from penstock.engine.disk_folders import Folder, Leftovers
 from penstock.engine.disk_tier import RECORD_BYTES, DiskSlots, check_disk_tier, open_disk_tier
 from penstock.engine.mover import Mover
 from penstock.engine.server import stats_of
 from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Tier
+from penstock.nn import native
 from penstock.transfer.memory import PoolMemory
 from tests.engine.test_host_tier import BLOCK_BYTES, Evicted, close, flip, prompt_of
 from tests.helpers.engines import CHECKSUM, Collector, make_engine, make_request
@@ -52,23 +61,34 @@ class Disks(RuleBasedStateMachine):
     """Blocks of random prompts go to a tier and come back, the engine is started again with more or fewer slots, files
     lose bits, ends, or themselves. Whatever comes back is what was meant, and of what nobody has damaged all does."""
 
-    @initialize(slots=st.integers(1, 6))
-    def begin(self, slots):
+    @initialize(slots=st.integers(1, 6), others=st.integers(0, 2))
+    def begin(self, slots, others):
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-disk-"))
         self.cache = make_cache()
+        self.ranks = 1 + others
         self.sound = True
         self.start(slots)
 
     def start(self, slots):
-        disk = DiskSlots(self.cache, self.folder, slots)
+        self.others = [PoolMemory.memfd(8, PAGE) for _ in range(self.ranks - 1)]
+        disk = DiskSlots(self.cache, self.folder, slots, others=self.others)
         self.tier = Tier(slots, "disk")
         self.tier.restore(disk.kept)
         self.mover = Mover(disk, CHECKSUM, disk, piece=2)
         self.files = disk.folder
 
-    @staticmethod
-    def content(key):
-        return (key * PAGE)[:PAGE]
+    def content(self, key):
+        """Of each rank's part."""
+        return [(key * PAGE)[rank : PAGE + rank] for rank in range(self.ranks)]
+
+    def put(self, block, content):
+        own, *others = content
+        self.cache.blocks[block] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        for memory, part in zip(self.others, others, strict=True):
+            memory.block(block)[:] = part
+
+    def get(self, block):
+        return [self.cache.blocks[block].numpy().tobytes(), *(bytes(memory.block(block)) for memory in self.others)]
 
     @rule(name=st.text("ab", min_size=1, max_size=4), beside=st.booleans())
     def store(self, name, beside):
@@ -83,7 +103,7 @@ class Disks(RuleBasedStateMachine):
             if slot is None:
                 break
             block = len(moves)
-            self.cache.blocks[block] = torch.frombuffer(bytearray(self.content(key)), dtype=torch.uint8)
+            self.put(block, self.content(key))
             moves.append(Move(block, slot, key, parent=BESIDE if beside else parent or b""))
         if moves:
             self.mover.push(moves)
@@ -99,14 +119,14 @@ class Disks(RuleBasedStateMachine):
         if not keys:
             return
         key = keys[pick % len(keys)]
-        self.cache.blocks.zero_()
+        self.put(7, [bytes(PAGE)] * self.ranks)
         self.tier.begin_reading([key])
         self.mover.pull([Move(7, self.tier.slot(key), key)])
         self.mover.settle()
         (over,) = self.mover.poll()
         self.tier.end_reading([key])
         if over.blocks:
-            assert self.cache.blocks[7].numpy().tobytes() == self.content(key)
+            assert self.get(7) == self.content(key)
         else:
             assert not self.sound
             self.tier.spoil(key)
@@ -165,16 +185,139 @@ def test_each_engine_has_a_folder_and_each_layout(tmp_path):
             with closing(DiskSlots(make_cache(KVLayout(**fields)), tmp_path, 4)) as other:
                 assert other.folder.parent != first.folder.parent
                 assert other.kept == []
+        with closing(DiskSlots(cache, tmp_path, 4, others=[PoolMemory.memfd(8, PAGE)])) as other:
+            assert other.folder.parent != first.folder.parent, "other ranks have other parts"
+        with closing(DiskSlots(cache, tmp_path, 4, weights="of another time")) as other:
+            assert other.folder.parent != first.folder.parent
 
 
-@pytest.mark.parametrize("name", ["VERSION", "torch.__version__", "native.made_from"])
+@pytest.mark.parametrize("name", ["VERSION", "torch.__version__", "processor_of"])
 def test_what_another_version_or_processor_has_written_is_not_read(tmp_path, monkeypatch, name):
     cache = make_cache()
     with closing(DiskSlots(cache, tmp_path, 4)) as mine:
-        changed = (lambda: "another") if "made" in name else "another"
+        changed = (lambda *_: "another") if name == "processor_of" else "another"
         monkeypatch.setattr(f"penstock.engine.disk_tier.{name}", changed)
         with closing(DiskSlots(cache, tmp_path, 4)) as other:
             assert other.folder.parent != mine.folder.parent
+
+
+# --- what is left
+
+
+def left_by(directory, **hours):
+    """Folders with four blocks each, of engines with other models that have ended so long ago."""
+    folders = []
+    for model in hours:
+        cache = make_cache(replace(LAYOUT, model=model))
+        with closing(DiskSlots(cache, directory, 4)) as disk:
+            disk.store([Move(i, i, bytes([i] * 16)) for i in range(4)])
+            folders.append(disk.folder)
+        cache.close()
+    for folder, since in zip(folders, hours.values(), strict=True):
+        age(folder, since)
+    return folders
+
+
+def age(folder, hours):
+    at = time.time() - 3600 * hours
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (at, at))
+
+
+def test_what_nobody_has_used_for_an_hour_goes_when_it_is_too_much_from_the_oldest_on(tmp_path, caplog):
+    caplog.set_level("INFO")
+    *old, young = left_by(tmp_path, a=4, b=5, c=3, d=0.5)
+    stranger = tmp_path / "notes" / "0"
+    stranger.mkdir(parents=True)
+    (stranger / "lock").touch()
+    os.utime(stranger / "lock", (1, 1))
+    used_cache = make_cache(replace(LAYOUT, model="a"))
+    with closing(DiskSlots(used_cache, tmp_path, 4)) as used, closing(DiskSlots(make_cache(), tmp_path, 8)) as own:
+        assert used.folder == old[0]
+        age(used.folder, 10)  # it does nothing
+        own.store([Move(0, 0, b"k" * 16)])
+        assert not old[1].parent.exists(), "of b and c together there was too much"
+        assert old[2].exists()
+        assert own.folder.exists()
+        own.store([Move(i, i, b"k" * 16) for i in range(8)])
+        assert old[2].exists(), "it does not look all the time"
+        own._leftovers._look_at = 0.0
+        own.store([Move(0, 0, b"k" * 16)])
+        assert not old[2].parent.exists()
+        assert used.folder.exists()
+        assert young.exists()
+        assert stranger.exists()
+    said = [record.message for record in caplog.records if "deleted" in record.message]
+    assert [str(old[1]) in said[0], str(old[2]) in said[1], len(said)] == [True, True, 2]
+    assert "nobody has used for 5.0 hours" in said[0]
+
+
+def test_on_a_full_disk_what_is_left_gives_way(tmp_path, monkeypatch):
+    """Whatever its age; and when nothing is left it is full."""
+    folders = left_by(tmp_path, a=0, b=0.1, c=0.2)
+    written, needed = os.pwrite, [folders[2], folders[1]]
+
+    def full(fd, data, place):
+        if len(data) >= PAGE and any(folder.exists() for folder in needed):
+            raise OSError(errno.ENOSPC, "no")
+        return written(fd, data, place)
+
+    cache = make_cache()
+    with closing(DiskSlots(cache, tmp_path, 4)) as own:
+        monkeypatch.setattr(os, "pwrite", full)
+        cache.blocks[0] = 7
+        own.store([Move(0, 0, b"k" * 16)])
+        assert [folder.exists() for folder in folders] == [True, False, False]
+        assert set(own.content(0)) == {7}
+        needed.append(own.folder)
+        with pytest.raises(OSError, match="no"):
+            own.store([Move(0, 0, b"k" * 16)])
+        assert not any(folder.exists() for folder in folders)
+        assert own.folder.exists()
+
+
+def test_whoever_locks_a_folder_that_is_just_being_deleted_makes_it_anew(tmp_path, monkeypatch):
+    layout, flock = tmp_path / "0123456789abcdef", fcntl.flock
+    with closing(Folder(layout)) as left:
+        (left.path / "blocks").write_bytes(b"x" * PAGE)
+
+    def late(fd, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        assert Leftovers(tmp_path, tmp_path, 0).give_way()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with closing(Folder(layout)) as folder:
+        assert folder.path == left.path
+        assert os.path.samestat(os.fstat(folder._lock), (folder.path / "lock").stat())
+        with closing(Folder(layout)) as other:
+            assert other.path != folder.path
+
+
+def test_a_folder_is_never_of_two_engines_whoever_deletes_it_meanwhile(tmp_path):
+    owners, wrong, over = Counter(), [], threading.Event()
+
+    def run():
+        for _ in range(60):
+            with closing(Folder(tmp_path / "0123456789abcdef")) as folder:
+                owners[folder.path] += 1
+                (folder.path / "blocks").write_bytes(b"x" * PAGE)
+                if owners[folder.path] != 1 or not (folder.path / "lock").exists():
+                    wrong.append(folder.path)
+                owners[folder.path] -= 1
+
+    def delete():
+        leftovers = Leftovers(tmp_path, tmp_path, 0)
+        while not over.is_set():
+            leftovers.give_way()
+
+    with ThreadPoolExecutor(5) as pool:
+        deleting = pool.submit(delete)
+        for running in [pool.submit(run) for _ in range(4)]:
+            running.result(60)
+        over.set()
+        deleting.result(60)
+    assert not wrong
 
 
 def test_where_the_page_cache_cannot_be_passed_by_it_is_used(tmp_path, monkeypatch):
@@ -283,6 +426,33 @@ def test_a_full_disk_costs_nothing_but_time(evicted):
     assert evicted.lane.stored_blocks > stored
 
 
+def test_a_disk_that_dies_in_the_middle_costs_nothing_but_time(evicted, monkeypatch):
+    """What it has is not lost: when it is there again, it is found."""
+
+    def dead(*_):
+        raise OSError(errno.EIO, "dead")
+
+    stored, lane = evicted.lane.stored_blocks, evicted.lane
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", dead)
+        patch.setattr(os, "pwrite", dead)
+        for name in ("a", "b"):
+            assert evicted.ask_again(name) == evicted.tokens
+            evicted.collector.run(make_request(f"other than {name}", prompt_of(6, 400), max_tokens=1))
+        evicted.settle()
+    assert (lane.failed_loads > 0, lane.failed_stores > 0, lane.stored_blocks) == (True, True, stored)
+    again = restarted(evicted)
+    assert again.run(make_request("again", prompt_of(0, 250)))["again"] == evicted.tokens
+    assert again.cached["again"] == 3 * BLOCK_TOKENS
+
+
+def test_of_another_salt_nothing_is_found(evicted):
+    again = restarted(evicted)
+    tokens = again.run(replace(make_request("salted", prompt_of(0, 250)), cache_salt="of another tenant"))["salted"]
+    assert (tokens, again.cached["salted"]) == (evicted.tokens, 0)
+    assert again.engine.scheduler.counters.prefix_loads == 0
+
+
 # --- as it is built
 
 
@@ -307,6 +477,39 @@ def test_built_from_options(checkpoint, tmp_path, monkeypatch):
         built.close()
     assert tokens[0] == tokens[1]
     assert found == 3 * BLOCK_TOKENS
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_ranks_keep_their_parts_of_a_block_together(checkpoint, tmp_path):
+    """And find them again when one of them has died in the middle."""
+    threads = native.threads()
+
+    def build():
+        options = options_of(checkpoint, disk_cache=str(tmp_path), tensor_parallel_size=2)
+        return build_engine(replace(options, max_num_batched_tokens=128), SystemClock())
+
+    try:
+        built = build()
+        assert built.engine.movers["disk"].block_bytes == BLOCK_BYTES
+        collector, (lane,) = Collector(built.engine), built.engine.scheduler.offload.lanes
+        tokens = collector.run(make_request("first", prompt_of(0, 400)))["first"]
+        for i in (1, 2):
+            collector.run(make_request(f"other{i}", prompt_of(i, 400), max_tokens=1))
+        assert collector.run(make_request("again", prompt_of(0, 400)))["again"] == tokens
+        assert (collector.cached["again"], lane.loaded_blocks) == (6 * BLOCK_TOKENS, 6)
+        built.engine.add(make_request("last", prompt_of(3, 400)))
+        collector.step()
+        (rank,) = built.engine.executor._others.others
+        os.kill(rank.process.pid, signal.SIGKILL)
+        with pytest.raises(RankFailed, match="killed by SIGKILL"):
+            collector.run()
+        built.close()
+        with closing(build()) as built:
+            collector = Collector(built.engine)
+            assert collector.run(make_request("first", prompt_of(0, 400)))["first"] == tokens
+            assert collector.cached["first"] == 6 * BLOCK_TOKENS
+    finally:
+        native.set_threads(threads)
 
 
 def test_of_weights_that_have_changed_anywhere_nothing_is_found(checkpoint, tmp_path):
@@ -338,15 +541,14 @@ def test_of_weights_that_have_changed_anywhere_nothing_is_found(checkpoint, tmp_
         ({"disk_cache": "/tmp", "disk_cache_size": 5000}, "disk-cache-size: 0.0 MiB, at least one block"),
         ({"disk_cache": "/tmp", "disk_cache_size": 0}, "disk-cache-size: 0.0 MiB, at least one block"),
         ({"disk_cache": "/tmp", "prefix_cache": False}, "disk-cache-size: 16.0 GiB without prefix caching"),
-        ({"disk_cache": "/tmp", "tensor_parallel_size": 2}, "disk-cache: '/tmp', not supported yet with tensor-par"),
     ],
 )
 def test_what_cannot_be_had_is_refused(checkpoint, changes, says):
     with pytest.raises(ConfigError, match=says) as refused:
         build_engine(options_of(checkpoint, **changes), SystemClock())
     assert refused.value.field in ("disk-cache", "disk-cache-size")
-    with pytest.raises(ConfigError, match="not supported yet on cuda"):
-        check_disk_tier("/tmp", None, torch.device("cuda"), 1)
+    with pytest.raises(ConfigError, match="not supported yet on cuda with tensor-parallel-size 2"):
+        check_disk_tier("/tmp", None, torch.device("cuda"), 2)
 
 
 @pytest.mark.parametrize("fails", [errno.EROFS, errno.EIO])

@@ -57,21 +57,25 @@ def close(engine):
         ("disk", "table", True),
         ("disk", "contiguous", False),
         ("host and disk", "table", True),
+        ("remote", "contiguous", True),
+        ("host, disk and remote", "table", True),
     ],
 )
-def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahead, tier, tmp_path):
+def test_tokens_do_not_depend_on_how_their_past_came_about(any_model, mode, ahead, tier, tmp_path, monkeypatch):
     """Several talks that go on in turns, in a cache that never holds them all at once."""
-    if "disk" in tier and any_model.device.type != "cpu":
-        pytest.skip("no tier on disk below such a device")
-    disk = tmp_path if "disk" in tier else None
+    disk = tmp_path / "disk" if "disk" in tier else None
+    store = f"file://{tmp_path}/store?timeout=20" if "remote" in tier else None
+    (tmp_path / "store").mkdir()
+    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 20.0)
+    monkeypatch.setattr(penstock.engine.loop, "GRACE", 20.0)
     windowed = any(any_model.config.windows)  # then less is held, evicted, and loaded
 
     def answers(slots):
         limits = {"blocks": 10 if windowed else 14, "model_len": 640, "budget": 160, "sequences": 4}
-        engine = make_engine(
-            any_model, address_mode=mode, ahead=ahead, slots=slots, disk=disk, host="host" in tier, **limits
-        )
-        if slots and tier == "host and disk":  # which has what the other one has not
+        if slots:
+            limits |= {"slots": slots, "disk": disk, "host": "host" in tier, "store": store}
+        engine = make_engine(any_model, address_mode=mode, ahead=ahead, **limits)
+        if slots and "host and disk" in tier.replace(",", " and"):  # which has what the other one has not
             few = 8 * len(engine.scheduler.kv.windows)
             engine.scheduler.offload.lane("host").tier = Tier(few)
         collector = Collector(engine)

@@ -1,5 +1,7 @@
 """What an engine's next incarnation finds of what the last one left."""
 
+from contextlib import closing
+
 import pytest
 
 import penstock.engine.memory
@@ -12,7 +14,7 @@ from penstock.kv.pool import Published
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, shared_pool
 from penstock.transfer.records import Record
-from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.checkpoints import edit, write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.links import pool_server
 
@@ -71,6 +73,28 @@ def test_a_next_incarnation_has_the_memory_that_the_last_one_left(asked, name, t
         if asked is not None:
             with pytest.raises(ConfigError, match="kv-cache-memory"):
                 build_engine(options, SystemClock(), shared_pool(path, "b", 3))
+
+
+def test_what_was_computed_with_weights_that_have_been_edited_since_is_not_found(tmp_path):
+    """By its next incarnation, or by others that look for what failed ones have left."""
+    folder = write_checkpoint(tmp_path / "model", "qwen3")
+    options = EngineOptions(
+        model=str(folder), max_num_seqs=4, max_num_batched_tokens=256, max_model_len=512, kv_cache_memory=8 << 20
+    )
+    prompt = [i % 290 + 1 for i in range(200)]
+
+    def found(name, incarnation):
+        """Of its own, and of what others have left."""
+        with closing(build_engine(options, SystemClock(), shared_pool(path, name, incarnation))) as built:
+            collector = Collector(built.engine)
+            collector.run(make_request("a", prompt))
+            keys = [each.key for each in published(built.engine.scheduler, prompt)]
+            return collector.cached["a"], 3 - built.pool.client.find(keys).count(None)
+
+    with pool_server(tmp_path / "kv-pool") as path:
+        assert [found("a", 1), found("a", 2)] == [(0, 0), (192, 0)]
+        edit(folder)
+        assert [found("b", 3), found("a", 4), found("a", 5)] == [(0, 0), (0, 3), (192, 3)]
 
 
 def published(scheduler, tokens):

@@ -19,7 +19,7 @@ from penstock.kv.pool import BlockPool
 from penstock.nn import native
 from penstock.nn.loader import load_model
 from penstock.transfer.pool import memfd_pool, shared_pool
-from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.checkpoints import edit, write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.links import pool_server
 from tests.helpers.waiting import eventually
@@ -165,12 +165,22 @@ def test_another_checkpoint_is_refused_and_the_right_one_is_read_later(folder):
         (answer,) = carry_out(sleeper, WakeUp(LIFE, 2, list(PARTS)))
         assert answer.level == 2
         assert "the checkpoint is another one now" in answer.error
-        (folder / "model.safetensors").rename(folder / "elsewhere")
-        assert "no weights" in carry_out(sleeper, WakeUp(LIFE, 3, list(PARTS)))[0].error
-        (folder / "elsewhere").rename(folder / "model.safetensors")
         config.write_text(before)
+        elsewhere = folder.rename(folder.with_name("elsewhere"))
+        assert "config.json: not found" in carry_out(sleeper, WakeUp(LIFE, 3, list(PARTS)))[0].error
+        elsewhere.rename(folder)
         assert carry_out(sleeper, WakeUp(LIFE, 4, list(PARTS))) == [Slept(LIFE, 4, 0)]
         assert ask(built)[0] == tokens
+
+
+def test_weights_that_were_edited_meanwhile_are_refused_with_the_times_that_they_had(folder):
+    """Behind the first bytes of each tensor, too: what is on disk and in other engines is of the former ones."""
+    with closing(build(folder)) as built:
+        sleeper = Sleeper(LIFE, built.engine, built.memory)
+        carry_out(sleeper, Sleep(LIFE, 1, 2))
+        edit(folder)
+        (answer,) = carry_out(sleeper, WakeUp(LIFE, 2, list(PARTS)))
+        assert (answer.level, "the checkpoint is another one now" in answer.error) == (2, True)
 
 
 def test_an_engine_without_memory_to_give_back_says_so(folder):

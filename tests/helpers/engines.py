@@ -18,9 +18,11 @@ from penstock.engine.executor import InlineExecutor
 from penstock.engine.host_tier import HostSlots, PinnedSlots
 from penstock.engine.loop import Engine
 from penstock.engine.memory import MAPPINGS
-from penstock.engine.mover import Mover, Way, checksum_of
+from penstock.engine.mover import Courier, Mover, Way
+from penstock.engine.remote_tier import open_remote_tier
 from penstock.engine.runner import Runner
 from penstock.kv.pool import BlockPool
+from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
@@ -30,7 +32,7 @@ from penstock.sched.local.offload import Offload
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.local.speculation import Speculation
 from penstock.text.grammar import Grammars
-from penstock.transfer.memory import PoolMemory
+from penstock.transfer.memory import PoolMemory, checksum_of
 
 try:
     import xxhash  # noqa: F401
@@ -58,6 +60,7 @@ def make_engine(
     slots: int = 0,
     disk: Path | None = None,
     host: bool | None = None,
+    store: str | None = None,
     graph_mode: str = "auto",
     way: Callable[[Way], Way] = lambda way: way,
     grammars: Grammars | None = None,
@@ -69,7 +72,8 @@ def make_engine(
         blocks: of tokens; the cache has as many for each group of layers.
         slots: of tiers below the device, as blocks; 0 is none.
         disk: where such a tier is; None is none.
-        host: whether there is one in the host's memory; by default where there is none on disk.
+        host: whether there is one in the host's memory; by default where there is no other one.
+        store: URL of what is a further tier; None is none.
         way: what carries blocks there, made of what usually does.
     """
     if isinstance(model, Path):
@@ -88,9 +92,9 @@ def make_engine(
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     windows = windows_of(layout.groups)
-    pool, lanes, movers = BlockPool(range(blocks), windowed=windows[0] is not None), list[Lane](), dict[str, Mover]()
+    pool, lanes, movers = BlockPool(range(blocks), windowed=windows[0] is not None), list[Lane](), dict[str, Courier]()
     slots *= len(windows)
-    if slots and (disk is None if host is None else host):
+    if slots and (disk is None and store is None if host is None else host):
         lanes.append(Lane(Tier(slots), mirrors=True))
         movers["host"] = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
     if slots and disk is not None:
@@ -98,6 +102,10 @@ def make_engine(
         lanes.append(Lane(Tier(slots, "disk")))
         lanes[-1].tier.restore(on_disk.kept)
         movers["disk"] = Mover(way(on_disk), CHECKSUM, on_disk)
+    if store is not None:
+        remote = open_remote_tier(cache, store)
+        movers["remote"] = remote.mover
+        lanes.append(Lane(SharedTier(), remote.block_seconds))
     scheduler = Scheduler(
         limits,
         pool,

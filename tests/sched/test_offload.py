@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import extend_keys
-from penstock.sched.local.offload import MOST_LOADS, Load, Store
+from penstock.sched.local.offload import MOST_LOADS, Load, Question, Store
 from penstock.sched.steptime import StepTime
 from tests.sched.test_scheduler import TIMES, Engine, expected, make, request, run
 
@@ -450,3 +450,104 @@ def test_what_is_loaded_is_a_prefix_from_the_quickest_tiers_and_sooner_there_tha
     for lane in lanes:
         lane.loading -= under_way[lanes.index(lane)]
     scheduler.offload.check()
+
+
+# --- a tier that others use too
+
+
+def sharing(*, block_seconds: float | None = None, slots: int = 0) -> tuple[Engine, Engine]:
+    """Two with one store, of which the first has put PROMPT there."""
+    engines = [
+        make(
+            num_blocks=7, budget=400, sequences=4, model_len=440, slots=slots, shared=True, block_seconds=block_seconds
+        )
+        for _ in range(2)
+    ]
+    engines[1].store = engines[0].store
+    answer(engines[0], ("first", PROMPT))
+    return engines[0], engines[1]
+
+
+def questions(engine: Engine) -> list[Question]:
+    engine.send()
+    return [order for order in engine.moves if isinstance(order, Question)]
+
+
+def test_what_others_have_put_there_is_asked_for_and_loaded():
+    _, engine = sharing()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    (question,) = questions(engine)
+    assert [move.key for move in question.moves] == keys_of(PROMPT)
+    assert not loads(engine)
+    engine.scheduler.add(request("short", [7] * 20, 3))
+    for _ in range(3):
+        assert [s.request_id for s in engine.step().sequences] == ["short"], "it waits, and blocks no step"
+    run(engine)
+    assert engine.computed["again"] == 250 - 3 * BLOCK_TOKENS
+    assert engine.out["again"] == expected(PROMPT, 1)
+    (lane,) = engine.scheduler.offload.lanes
+    assert (lane.questions, lane.hit_tokens) == (1, 3 * BLOCK_TOKENS)
+
+
+def test_what_a_nearer_tier_has_is_loaded_beside_the_question_for_the_rest():
+    first, engine = sharing(slots=8)
+    answer(engine, ("half", PROMPT[:130]), ("a", other(1, 400)))
+    longer = PROMPT + [9] * 70
+    answer(first, ("longer", longer))
+    engine.scheduler.add(request("longer", longer, 1))
+    (question,) = questions(engine)
+    (load,) = loads(engine)
+    assert (load.tier, len(load.moves)) == ("host", 2)
+    assert [move.key for move in question.moves] == keys_of(longer)[2:4]
+    run(engine)
+    assert engine.computed["longer"] == len(longer) - 4 * BLOCK_TOKENS
+    assert engine.out["longer"] == expected(longer, 1)
+
+
+def test_who_waits_too_long_for_an_answer_computes_and_nothing_more_is_asked_until_it_is_there():
+    _, engine = sharing()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    (question,) = questions(engine)
+    engine.scheduler.give_up(question.number)
+    engine.step()
+    assert engine.out["again"] == expected(PROMPT, 1)
+    engine.scheduler.add(request("next", other(1), 1))
+    assert questions(engine) == [question]
+    (lane,) = engine.scheduler.offload.lanes
+    assert lane.late_questions == 1
+    engine.scheduler.check()
+    run(engine)
+    engine.scheduler.add(request("one more", other(2), 1))
+    assert len(questions(engine)) == 1
+
+
+def test_who_is_cancelled_while_it_waits_for_an_answer_leaves_nothing_behind():
+    _, engine = sharing()
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert questions(engine)
+    assert engine.scheduler.cancel("again")
+    engine.scheduler.check()
+    run(engine)
+    assert engine.scheduler.offload.idle
+
+
+def test_nothing_is_asked_where_loading_all_of_it_would_be_slower_than_computing():
+    _, engine = sharing(block_seconds=1e-4)
+    (lane,) = engine.scheduler.offload.lanes
+    lane._measured, lane._answered = (1e3, 1e3), (1.0, 0.0, 1.0)  # an answer would cost nothing
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert not questions(engine)
+    assert engine.step().sequences
+
+
+def test_where_answers_take_long_and_never_bring_anything_few_are_asked_for():
+    engine = make(num_blocks=7, budget=400, sequences=4, model_len=440, shared=True, block_seconds=1e-5)
+    asked = []
+    for number in range(60):
+        engine.scheduler.add(request(f"r{number}", other(number), 1))
+        for question in questions(engine):
+            asked.append(number)
+            engine.move(engine.moves.index(question), seconds=0.1)
+        run(engine)
+    assert 0 < len(asked) < 15
+    assert asked[-1] > 20, "it is tried again now and then"

@@ -1,6 +1,7 @@
 """The local scheduler: properties under random histories, and the rules one by one."""
 
 from collections import Counter
+from itertools import takewhile
 
 import pytest
 from hypothesis import settings
@@ -13,11 +14,12 @@ from penstock.core.request import FinishReason, Hypothesis, MediaSpan, Request, 
 from penstock.core.sampling import SamplingParams
 from penstock.kv.groups import WHOLE, Windows, most_held
 from penstock.kv.pool import BlockPool
+from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.sched.local import LOCAL_POLICIES, Limits, Scheduler
 from penstock.sched.local.beams import BeamSearch
 from penstock.sched.local.lane import Lane
-from penstock.sched.local.offload import Load, Offload, Store
+from penstock.sched.local.offload import Load, Offload, Order, Question, Store
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
@@ -70,8 +72,9 @@ class Engine:
         self.hypotheses: dict[str, list[Hypothesis]] = {}
         self.embeddings: dict[str, list[float]] = {}
         self.now = 0.0
-        self.moves: list[Store | Load] = []  # between the device and the tiers below it, under way
+        self.moves: list[Order] = []  # between the device and the tiers below it, under way
         self.copies: dict[tuple[str, int], list[list[int]]] = {}  # tier and slot -> the block's cells
+        self.store: dict[bytes, list[list[int]]] = {}  # the same of what engines share, by key
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +104,14 @@ class Engine:
             seconds: that it is said to have taken.
         """
         order = self.moves.pop(place)
+        if isinstance(order, Question):
+            there = sum(1 for _ in takewhile(lambda move: move.key in self.store, order.moves))
+            self.scheduler.answered(order.number, there if good else 0, seconds)
+            self.send()
+            return
+        if order.tier == "remote":
+            self.move_remote(order, good, seconds)
+            return
         if isinstance(order, Store):
             for block, slot, *_ in order.moves:  # at the last moment: who overwrites a block before it shows it
                 self.copies[order.tier, slot] = [self.cells[block, i] for i in range(BLOCK_TOKENS)]
@@ -111,6 +122,20 @@ class Engine:
             for i, past in enumerate(self.copies[order.tier, slot]):
                 self.cells[block, i] = past
         self.scheduler.loaded(order.number, count, seconds)
+        self.send()
+
+    def move_remote(self, order: Store | Load, good: float, seconds: float) -> None:
+        if isinstance(order, Store):
+            for move in order.moves[: int(good * len(order.moves))]:
+                self.store[move.key] = [self.cells[move.block, i] for i in range(BLOCK_TOKENS)]
+            self.scheduler.stored(order.number, whole=good == 1.0)
+            return
+        most = int(good * len(order.moves))
+        came = [*takewhile(lambda move: move.key in self.store, order.moves[:most])]
+        for move in came:
+            for i, past in enumerate(self.store[move.key]):
+                self.cells[move.block, i] = past
+        self.scheduler.loaded(order.number, len(came), seconds)
         self.send()
 
     def clear(self, block: int) -> None:
@@ -275,6 +300,7 @@ def make(
     ahead=False,
     slots=0,
     on_disk=0,
+    shared=False,
     block_seconds=None,
     speculation=None,
     windows=WHOLE,
@@ -284,8 +310,9 @@ def make(
     Args:
         num_blocks: for each group of layers.
         slots, on_disk: of tiers in the host's memory and on a disk; 0 is none.
-        block_seconds: of the first, of which the other takes three times as much; see `Lane`. With it, steps are
-            predicted.
+        shared: whether there is one that others use too.
+        block_seconds: of the first, of which the others take three and five times as much; see `Lane`. With it, steps
+            are predicted.
         scarce: the share that is missing of what the longest sequence does not need at once.
     """
     model_len = model_len or num_blocks * BLOCK_TOKENS
@@ -297,6 +324,8 @@ def make(
     lanes = [Lane(Tier(slots), block_seconds, mirrors=True)] if slots else []
     if on_disk:
         lanes.append(Lane(Tier(on_disk, "disk"), block_seconds and 3 * block_seconds))
+    if shared:
+        lanes.append(Lane(SharedTier(), block_seconds and 5 * block_seconds))
     scheduler = Scheduler(
         limits,
         pool,
@@ -341,6 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         slots=st.sampled_from([0, 0, 1, 3, 8, 20]),
         on_disk=st.sampled_from([0, 0, 2, 8, 30]),
+        shared=st.booleans(),
         block_seconds=st.sampled_from([None, None, 1e-6, 1e-4, 1e-3]),
         wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
         windows=st.sampled_from([WHOLE, WHOLE, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
@@ -450,10 +480,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def move(self, pick, good):
         self.engine.move(pick % len(self.engine.moves), good)
 
-    @precondition(lambda self: any(isinstance(order, Load) for order in self.engine.moves))
+    @precondition(lambda self: self.engine.store)
+    @rule(data=st.data())
+    def others_use_the_store(self, data):
+        """Something goes, without a word."""
+        del self.engine.store[data.draw(st.sampled_from(sorted(self.engine.store)))]
+
+    @precondition(lambda self: self.engine.scheduler.offload is not None)
+    @rule(data=st.data(), away=st.booleans(), full=st.booleans())
+    def outage(self, data, away, full):
+        lane = data.draw(st.sampled_from(self.engine.scheduler.offload.lanes))
+        lane.away, lane.full = away, full
+
+    @precondition(lambda self: any(isinstance(order, Load | Question) for order in self.engine.moves))
     @rule(data=st.data())
     def give_up(self, data):
-        loads = [order.number for order in self.engine.moves if isinstance(order, Load)]
+        loads = [order.number for order in self.engine.moves if isinstance(order, Load | Question)]
         self.engine.scheduler.give_up(data.draw(st.sampled_from(loads)))
 
     @precondition(lambda self: self.engine.ahead)

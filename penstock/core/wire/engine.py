@@ -258,8 +258,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class TierStats(msgspec.Struct, frozen=True):
     """Of a tier below an engine's device: what is there now, and totals since the engine started."""
 
-    name: str  # "host", or "disk"
-    used_bytes: int = 0  # of KV blocks that are there, or on their way
+    name: str  # "host", "disk" or "remote"
+    used_bytes: int = (
+        0  # of KV blocks that are there, or on their way; where others use it too, of what it has put there
+    )
     hit_tokens: int = 0  # of prompts, that were loaded and found
     stored_bytes: int = 0  # of KV blocks that were copied there
     loaded_bytes: int = 0  # of those that came from there
@@ -269,6 +271,9 @@ class TierStats(msgspec.Struct, frozen=True):
     failed_stores: int = 0  # that were to bring KV blocks there, and did not
     expected: float = 0.0  # seconds that loads which brought all should have taken
     took: float = 0.0  # and did
+    questions: int = 0  # about what is there, that have ended, where others use it too
+    failed_questions: int = 0  # of these, that had no answer
+    late_questions: int = 0  # that took so long that who waited for them computed instead
 
 
 class EngineStats(msgspec.Struct, frozen=True):

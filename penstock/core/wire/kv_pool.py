@@ -32,6 +32,8 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         quota: blocks that this instance may hold at once.
+        weights: tells those of the layout's `model` from what the same files had in them at another time: of these
+            nothing is found.
     """
 
     instance: str
@@ -39,6 +41,7 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     layout: KVLayout
     quota: int
     protocol: int = PROTOCOL
+    weights: str = ""
 
 
 class Exchange(msgspec.Struct, tag=True, frozen=True):

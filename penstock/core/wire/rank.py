@@ -12,7 +12,8 @@ MAX_MESSAGE = 64 << 10  # bytes
 
 
 class OpenCache(msgspec.Struct, tag=True, frozen=True):
-    """Make the KV cache, and run the plans that come.
+    """Make the KV cache, and run the plans that come. Its blocks are in the memfd whose descriptor comes with this, if
+    one does.
 
     Attributes:
         num_blocks: the same on all ranks.

@@ -30,6 +30,7 @@ import torch
 
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.heartbeat import FATAL
+from penstock.core.layout import KVLayout
 from penstock.core.memory import Part
 from penstock.core.plan import StepPlan
 from penstock.core.wire.codec import encode
@@ -49,6 +50,7 @@ from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.plans import encode_plan
 from penstock.engine.options import EngineOptions
 from penstock.nn.ranks import Ranks, SharedMemoryRanks, joined
+from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:
     from penstock.engine.worker import Worker
@@ -152,12 +154,19 @@ class RankProcesses:
         self._await(lambda rank: rank.room is not None)
         return min(rank.room or 0 for rank in self.others)
 
-    def open(self, num_blocks: int, max_model_len: int) -> None:
-        """Have all make their KV cache. Raises RankFailed or ConfigError."""
-        message = encode(OpenCache(num_blocks, max_model_len))
+    def open(self, num_blocks: int, max_model_len: int, mapped: KVLayout | None = None) -> list[PoolMemory]:
+        """Have all make their KV cache. Raises RankFailed or ConfigError.
+
+        Args:
+            mapped: layout of a rank's part, where this process is to see all of them; they are returned.
+        """
+        message, parts = encode(OpenCache(num_blocks, max_model_len)), []
         for rank in self.others:
+            if mapped is not None:
+                parts.append(PoolMemory.memfd(num_blocks, mapped.block_bytes))
             with suppress(OSError):  # whoever watches has noticed, or will
-                rank.link.send(message)
+                socket.send_fds(rank.link, [message], [part.fd for part in parts[-1:]])
+        return parts
 
     def opened(self) -> None:
         """Wait until all can run plans. Raises RankFailed or ConfigError."""

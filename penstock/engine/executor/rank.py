@@ -83,6 +83,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     from penstock.engine.worker import Worker
     from penstock.nn import native
     from penstock.nn.ranks import SharedMemoryRanks, joined
+    from penstock.transfer.pool import memfd_pool, pool_over
 
     torch.set_num_threads(settings["threads"])
     native.set_threads(settings["threads"])
@@ -92,12 +93,12 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     ranks = SharedMemoryRanks(memory, settings["rank"], size, settings["parent"])
     worker = Worker(options, joined(device_of(options.device), ranks, settings["meeting"]))
     link.send(encode(Loaded(worker.room())))
-    data = link.recv(MAX_MESSAGE)
+    data, fds, *_ = socket.recv_fds(link, MAX_MESSAGE, 1)
     if not data:
         return
     wanted = decode_to_rank(data)
     assert isinstance(wanted, OpenCache)
-    worker.open(wanted.num_blocks, wanted.max_model_len)
+    worker.open(wanted.num_blocks, wanted.max_model_len, pool_over(fds[0]) if fds else memfd_pool)
     link.send(encode(Opened()))
     worker.save_weights()
     decode, plans = PlanDecoder(), SharedMemoryRanks.bytes_for(size)

@@ -133,7 +133,7 @@ int64_t meet(Ranks& ranks, int64_t bytes) {
 template <class F>
 void each_share(int64_t bytes, F&& f) {
     const int64_t parts = (bytes + SHARE - 1) / SHARE;
-    if (parts == 1) return f(0, bytes);
+    if (parts <= 1) return f(0, bytes);
     parallel_for(static_cast<int>(parts), [&](int i) { f(i * SHARE, std::min(bytes, (i + 1) * SHARE)); });
 }
 
@@ -163,7 +163,8 @@ int64_t place_bytes(int64_t size) { return sizeof(Shared) + size * sizeof(Place)
 
 int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count) {
     const int64_t bytes = count * (is_bf16 ? sizeof(bf16) : sizeof(float));
-    for (int64_t at = 0; at < bytes; at += PIECE) {
+    int64_t at = 0;
+    do {
         char* here = static_cast<char*>(x) + at;
         const int64_t piece = std::min(PIECE, bytes - at);
         char* own = ranks.buffer(ranks.rank);
@@ -173,19 +174,22 @@ int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count) {
             is_bf16 ? sum<bf16>(ranks, here, first, end) : sum<float>(ranks, here, first, end);
         });
         ranks.meetings++;
-    }
+        at += PIECE;
+    } while (at < bytes);
     return MET;
 }
 
 int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out) {
-    for (int64_t at = 0; at < bytes; at += PIECE) {
+    int64_t at = 0;
+    do {
         const int64_t piece = std::min(PIECE, bytes - at);
         std::memcpy(ranks.buffer(ranks.rank), static_cast<const char*>(x) + at, piece);
         if (const int64_t status = meet(ranks, piece)) return status;
         for (int64_t r = 0; r < ranks.size; r++)
             std::memcpy(static_cast<char*>(out) + r * bytes + at, ranks.buffer(r), piece);
         ranks.meetings++;
-    }
+        at += PIECE;
+    } while (at < bytes);
     return MET;
 }
 

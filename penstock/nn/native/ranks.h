@@ -2,7 +2,8 @@
 //
 // Every rank calls the same functions in the same order. A call has all ranks meet: each puts a piece into its own place,
 // says that it is there, and waits until the others have. There are two places a rank, used in turns: whoever is at the
-// next meeting has read what was exchanged at the last one.
+// next meeting has read what was exchanged at the last one. An exchange of nothing is a meeting too: whoever comes out of
+// it knows how far all others are, as rank 0 does at the end of a step of which nothing but K and V is wanted.
 //
 // A rank that does not come is told by whoever watches it (`penstock_ranks_fail`). Then, and when a rank's parent has
 // gone, every wait ends, and so does every later one.

@@ -3,10 +3,11 @@ become of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.sched.steptime import StepTime
 
@@ -21,6 +22,8 @@ PRIOR = 16  # blocks whose load counts as measured once, in the time that the mo
 # what is copied is held until it is there, perhaps longer than by its sequence: where that takes time, at most that of
 # computing so much of a block, or one block if loads are that many times as quick as computing; else nothing is copied
 HELD, PAYS = 1 / 8, 2.0
+ANSWER = 2e-3  # seconds for a question about what is in a tier, as far as nothing is measured
+SHARE = 0.01  # of what computing takes: so much may be lost on a question
 
 
 class Lane:
@@ -33,7 +36,7 @@ class Lane:
 
     Attributes:
         tier: what it has.
-        away: it does not answer at present, so nothing is asked of it.
+        away: it does not answer at present, so nothing is asked of it; `full`: it takes nothing.
         late: numbers of moves that nobody waits for any longer since they take too long. Until they end nothing else
             begins: each would keep its blocks as long.
         storing, loading: blocks under way.
@@ -43,21 +46,25 @@ class Lane:
         failed_loads, failed_stores: that brought less than they should have.
         late_loads: that took so long that who waited for them computed instead.
         expected, took: seconds of the loads that have brought all, as they were predicted and as they were.
+        questions: about what is there, that have ended.
+        failed_questions, late_questions: that had no answer, or not in time.
         refused: key -> why there is no copy; of keys that are on the device, and of some that no longer are.
     """
 
-    def __init__(self, tier: Tier, block_seconds: float | None = None, *, mirrors: bool = False) -> None:
+    def __init__(self, tier: Tier | SharedTier, block_seconds: float | None = None, *, mirrors: bool = False) -> None:
         self.tier, self.mirrors = tier, mirrors
-        self.away = False
+        self.away = self.full = False
         self.late: set[int] = set()
         self.storing = self.loading = 0
         self.loaded_blocks = self.stored_blocks = self.hit_tokens = 0
         self.loads = self.failed_loads = self.failed_stores = self.late_loads = 0
         self.expected = self.took = 0.0
+        self.questions = self.failed_questions = self.late_questions = 0
         self.refused: dict[bytes, Refusal] = {}
         self._block_seconds = block_seconds
         self._times: StepTime | None = None
         self._measured = 0.0, 0.0  # blocks that were loaded, and the seconds that it took; the last ones count most
+        self._answered = 1.0, ANSWER, 0.5  # questions, the seconds that they took, and those that found something
 
     @property
     def name(self) -> str:
@@ -80,7 +87,7 @@ class Lane:
         Args:
             num_blocks: of the device.
         """
-        if not self.is_open:
+        if self.full or not self.is_open:
             return 0
         most = max(MOST_STORES, int(SHARE_OF_STORES * num_blocks))
         if self._block_seconds is None or self._times is None:
@@ -146,8 +153,10 @@ class Lane:
         self.loads += 1
         self.failed_loads += good < len(keys)
         self.tier.end_reading(keys)
-        if good < len(keys):
+        if good < len(keys) and not self.away:
             self.tier.spoil(keys[good])
+            if isinstance(self.tier, SharedTier):
+                self.tier.doubt(keys[good + 1 :])
             self.refuse(keys[good : good + 1], "spoiled")
         self.loading -= len(keys)
         self.loaded_blocks += good
@@ -162,6 +171,47 @@ class Lane:
         """Decay the measurement, so that a tier that was slow is tried again."""
         blocks, seconds = self._measured
         self._measured = KEPT * blocks, KEPT * seconds
+
+    # --- questions, where others fill and empty the tier too
+
+    def unknown(self, keys: Sequence[bytes], compute: float) -> Sequence[bytes]:
+        """Those of the rest of a prompt's blocks that are to be asked for: none, where the answer could not bring more
+        on average than it takes, which may be a small share of computing them in any case.
+
+        Args:
+            compute: seconds that computing all of them would take.
+        """
+        if not isinstance(self.tier, SharedTier) or not self.is_open:
+            return ()
+        unknown = self.tier.unknown(keys)
+        if not unknown:
+            return ()
+        gain = compute - self.load_seconds(len(keys))
+        if gain <= 0:
+            self.forget()
+            return ()
+        count, seconds, found = self._answered
+        if seconds / count > max(SHARE * compute, found / count * gain):
+            self._answered = count, KEPT * seconds, found
+            return ()
+        return unknown
+
+    @property
+    def answer_seconds(self) -> float:
+        """That an answer takes."""
+        count, seconds, _ = self._answered
+        return seconds / count
+
+    def answered(self, number: int, keys: Sequence[bytes], count: int, seconds: float) -> None:
+        """A question has ended: so many of these are there, from the first on; if the tier is away, nobody knows."""
+        assert isinstance(self.tier, SharedTier)
+        self.late.discard(number)
+        self.questions += 1
+        self.failed_questions += self.away
+        if not self.away:
+            self.tier.answered(keys, count)
+            asked, took, found = (KEPT * value for value in self._answered)
+            self._answered = asked + 1.0, took + seconds, found + (count > 0)
 
     # --- checks
 

@@ -10,8 +10,11 @@ that has it, beside those that come from others, and how much of the prefix is l
 rest would take. Then the sequence queues like any other and finds the blocks in the cache. What cannot be loaded is
 computed.
 
-This module moves no bytes. `take_orders` returns what to move; the movers report results (`stored`, `loaded`), and may
-report that a load takes too long (`give_up`).
+What is in a tier that others use too (`kv.shared_tier`) has to be asked for. That is a wait like that for a load, and
+beside it if there is one; when there is an answer, what has turned up is found by the next look.
+
+This module moves no bytes. `take_orders` returns what to move; the movers report results (`stored`, `loaded`,
+`answered`), and may report that something takes too long (`give_up`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.connector import Move
 from penstock.kv.groups import held_of, key_of, keys_of_all, parent_of, reach
 from penstock.kv.pool import BlockPool, Hit
+from penstock.kv.shared_tier import SharedTier
 from penstock.sched.local.lane import Lane
 from penstock.sched.local.sequence import Sequence, StoreHold, WantedBlock, wanted_blocks
 from penstock.sched.steptime import StepTime
@@ -55,7 +59,21 @@ class Load(NamedTuple):
     seconds: float
 
 
-Order = Store | Load
+class Question(NamedTuple):
+    """Find out how many of these blocks a tier has, from the first on.
+
+    Attributes:
+        moves: their keys; blocks and slots mean nothing.
+        seconds: that it is expected to take.
+    """
+
+    number: int
+    tier: str
+    moves: tuple[Move, ...]
+    seconds: float
+
+
+Order = Store | Load | Question
 
 
 class _Storing(NamedTuple):
@@ -73,7 +91,7 @@ class _Storing(NamedTuple):
 
 @dataclass(slots=True)
 class _Wait:
-    """One sequence's, for loads.
+    """One sequence's, for loads and questions.
 
     Attributes:
         sequence: None when it no longer waits.
@@ -81,7 +99,7 @@ class _Wait:
         found: how many of these, from the first on, can be found.
         lacking: blocks that have not arrived.
         loads: that have not ended.
-        pending: those of them that it waits for.
+        pending: those of them that it waits for, and questions.
     """
 
     sequence: Sequence | None
@@ -106,6 +124,12 @@ class _Loading(NamedTuple):
     lane: Lane
     wait: _Wait
     seconds: float
+
+
+class _Asking(NamedTuple):
+    question: Question
+    lane: Lane
+    wait: _Wait
 
 
 class _Choice(NamedTuple):
@@ -147,9 +171,11 @@ class Offload:
         self._number = 0
         self._stores: dict[int, _Storing] = {}
         self._loads: dict[int, _Loading] = {}
+        self._questions: dict[int, _Asking] = {}
         self._waits: list[_Wait] = []
         self._orders: list[Order] = []
         self._lane = {lane.name: lane for lane in lanes}
+        self._shared = [lane.tier for lane in lanes if isinstance(lane.tier, SharedTier)]
         self._times: StepTime | None = None
         self.came(pool.keys())
 
@@ -172,7 +198,12 @@ class Offload:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not (self._stores or self._loads)
+        return not (self._stores or self._loads or self._questions)
+
+    def look_at(self, now: float) -> None:
+        """It is so late, in seconds of any clock that runs on."""
+        for tier in self._shared:
+            tier.now = now
 
     def lane(self, tier: str) -> Lane:
         """By the tier's name."""
@@ -270,17 +301,47 @@ class Offload:
         tables: list[list[int | None]] = [self._pool.match_each(names) for names in named]
         cached = reach(sequence.windows, tables, len(keys))
         choices = self._choices(sequence, named, tables, cached)
-        if not choices:
-            return False
         choice = self._quickest(choices, cached)
-        if choice is None:
+        if choice is None and choices:
             for lane in choices[-1].moves:
                 lane.forget()
+        if choice is not None and not self._fits(sequence, choice, chunk, room):
             return False
-        if not self._fits(sequence, choice, chunk, room):
+        wait = _Wait(sequence, [])
+        if self._shared and not sequence.asked:
+            self._ask(wait, named, choices[-1].end if choices else cached)
+        if choice is not None:
+            self._order_loads(wait, choice)
+        if not wait.pending:
             return False
-        self._order_loads(sequence, choice)
+        self._waits.append(wait)
+        self.waiting[sequence.id] = sequence
         return True
+
+    def _ask(self, wait: _Wait, named: Items[Items[bytes]], start: int) -> None:
+        """Ask for those of its blocks from `start` on of which nothing is known, where that is worth it."""
+        sequence, end = wait.sequence, len(named[0])
+        assert sequence is not None
+        if start == end:
+            return
+        keys = [names[i] for i in range(start, end) for names in named]
+        compute = self._compute_seconds(start, end)
+        for lane in self.lanes:
+            if unknown := lane.unknown(keys, compute):
+                self._number += 1
+                moves = tuple(Move(i, 0, key) for i, key in enumerate(unknown))
+                question = Question(self._number, lane.name, moves, lane.answer_seconds)
+                self._questions[question.number] = _Asking(question, lane, wait)
+                self._orders.append(question)
+                wait.pending.add(question.number)
+                sequence.asked = True
+
+    def answered(self, number: int, count: int, seconds: float) -> Sequence | None:
+        """A question has ended: so many are there. Returns the sequence that waited for it and for nothing else any
+        longer, which is to queue now, or to begin again."""
+        question, lane, wait = self._questions.pop(number)
+        lane.answered(number, [move.key for move in question.moves], count, seconds)
+        return self._over(number, wait) if number in wait.pending else None
 
     def _choices(
         self, sequence: Sequence, named: Items[Items[bytes]], tables: Items[list[int | None]], cached: int
@@ -332,20 +393,19 @@ class Offload:
         free = len(choice.wanted) - len(there) + sum(map(self._pool.idle, there))
         return sequence.missing(chunk, Hit(choice.end, [], choice.seen)) + free <= room()
 
-    def _order_loads(self, sequence: Sequence, choice: _Choice) -> None:
-        wanted = choice.wanted
+    def _order_loads(self, wait: _Wait, choice: _Choice) -> None:
+        sequence, wanted = wait.sequence, choice.wanted
+        assert sequence is not None
         self._pool.hold([each.block for each in wanted if each.block is not None])
         lacking = [each for each in wanted if each.block is None]
         for each, block in zip(lacking, self._pool.allocate(len(lacking)), strict=True):
             each.block = block
-        wait = _Wait(sequence, wanted)
+        wait.wanted = wanted
         for lane in self.lanes:
             lane.tier.use([each.key for each in wanted])
         for lane, places in choice.moves.items():
             self._order_load(lane, wait, [wanted[place] for place in places])
-        self._waits.append(wait)
         sequence.loads += 1
-        self.waiting[sequence.id] = sequence
 
     def _order_load(self, lane: Lane, wait: _Wait, lacking: list[WantedBlock]) -> None:
         moves = []
@@ -390,20 +450,29 @@ class Offload:
         return cached - rest
 
     def give_up(self, number: int) -> Sequence | None:
-        """A load takes too long: nothing else begins on its lane until it ends. Returns the sequence that waited for it
-        and for no other any longer, and computes instead."""
-        loading = self._loads.get(number)
-        if loading is None or number in loading.lane.late:
+        """A load takes too long, or an answer: nothing else begins on its lane until it ends. Returns the sequence that
+        waited for it and for nothing else any longer, and computes instead."""
+        move = self._move(number)
+        if move is None or number in move.lane.late:
             return None
-        loading.lane.late.add(number)
-        if loading.wait.sequence is None:
+        lane, wait = move.lane, move.wait
+        lane.late.add(number)
+        if wait.sequence is None:
             return None
-        loading.lane.late_loads += 1
-        loading.wait.sequence.loads = MOST_LOADS
-        return self._over(number, loading.wait)
+        if isinstance(move, _Loading):
+            lane.late_loads += 1
+            wait.sequence.loads = MOST_LOADS
+        else:
+            lane.late_questions += 1
+        return self._over(number, wait)
+
+    def _move(self, number: int) -> _Loading | _Asking | None:
+        if number in self._loads:
+            return self._loads[number]
+        return self._questions.get(number)
 
     def _over(self, number: int, wait: _Wait) -> Sequence | None:
-        """A load has ended, or is not waited for any longer."""
+        """A load or a question has ended, or is not waited for any longer."""
         wait.pending.discard(number)
         sequence = None
         if not wait.pending:
@@ -411,7 +480,7 @@ class Offload:
             sequence, wait.sequence = wait.sequence, None
             if sequence is not None:
                 del self.waiting[sequence.id]
-        if not wait.loads:
+        if not wait.loads and not wait.pending:
             self._waits.remove(wait)
             self._pool.release(wait.blocks)
         return sequence
@@ -450,6 +519,7 @@ class Offload:
             "tier_used": sum(lane.tier.used for lane in self.lanes),
             "stores_under_way": len(self._stores),
             "loads_under_way": len(self._loads),
+            "questions_under_way": len(self._questions),
         }
 
     def check(self) -> None:
@@ -462,11 +532,13 @@ class Offload:
             lane.check(on_device)
             assert lane.storing == sum(len(each.store.moves) for each in self._stores.values() if each.lane is lane)
             assert lane.loading == sum(len(each.load.moves) for each in self._loads.values() if each.lane is lane)
-            assert lane.late <= {number for number, each in self._loads.items() if each.lane is lane}
+            loads = {number for number, each in self._loads.items() if each.lane is lane}
+            assert lane.late <= loads | {number for number, each in self._questions.items() if each.lane is lane}
         assert sum(len(wait.loads) for wait in self._waits) == len(self._loads)
         for wait in self._waits:
-            assert wait.loads
-            assert wait.pending <= wait.loads <= self._loads.keys()
+            assert wait.loads or wait.pending
+            assert wait.loads <= self._loads.keys()
+            assert wait.pending <= wait.loads | self._questions.keys()
         waiting = [wait.sequence for wait in self._waits if wait.sequence is not None]
         assert waiting == list(self.waiting.values())
         assert not any(sequence.blocks for sequence in waiting)

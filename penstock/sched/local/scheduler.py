@@ -242,6 +242,8 @@ class Scheduler:
             check_group(request, self.limits, self.kv.kept_blocks(self.pool.num_blocks))
         sequence = self._make(request, now)
         sequence.migrates = migrates
+        if self.offload is not None:
+            self.offload.look_at(now)
         if awaits:
             self._policy.leave(sequence)
             self._awaiting[request.id] = sequence
@@ -301,8 +303,13 @@ class Scheduler:
         assert self.offload is not None
         self._queue(self.offload.loaded(number, good, seconds))
 
+    def answered(self, number: int, count: int, seconds: float) -> None:
+        """A question has ended; see `Offload.answered`."""
+        assert self.offload is not None
+        self._queue(self.offload.answered(number, count, seconds))
+
     def give_up(self, number: int) -> None:
-        """A load takes too long; see `Offload.give_up`."""
+        """A load or an answer takes too long; see `Offload.give_up`."""
         assert self.offload is not None
         self._queue(self.offload.give_up(number))
 

@@ -83,6 +83,7 @@ class Sequence:
             (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
         gave_way: it was preempted.
+        asked: it was asked whether a tier that others fill has more of it.
         loads: how often it waited for copies; `loaded`: tier -> tokens that they brought.
         fetched: tokens that were brought from a peer, or from what a failed one has left.
         entered: totals of the engine's steps and prompt tokens when it came.
@@ -94,6 +95,7 @@ class Sequence:
         "added",
         "answered",
         "arrived",
+        "asked",
         "blocks",
         "cached_tokens",
         "computed",
@@ -171,7 +173,7 @@ class Sequence:
         self.handoffs = 0
         self.transferring: dict[int, int] = {}
         self.kept: dict[str, int] = {}
-        self.gave_way = False
+        self.asked = self.gave_way = False
         self.loads, self.loaded = 0, dict[str, int]()
         self.fetched = 0
         self.store_hold: StoreHold | None = None

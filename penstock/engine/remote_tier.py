@@ -1,0 +1,202 @@
+"""Copies of KV blocks in a store that engines share, below an engine's cache (`engine.mover`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.layout import KVLayout
+from penstock.core.version import VERSION
+from penstock.engine.block_views import BlockViews, processor_of, views_of
+from penstock.engine.cache import KVCache
+from penstock.engine.mover import Complaints, Courier
+from penstock.kv.connector import Move
+from penstock.kv.keys import KEY_BYTES
+from penstock.transfer.block_store import BlockStore
+from penstock.transfer.stores import check_store, open_store
+
+T = TypeVar("T")
+Open = Callable[[], BlockStore]
+log = logging.getLogger("penstock.engine")
+OPTION = "remote-cache"
+PIECE_BYTES = 8 << 20  # of a push, after which something else may come first
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds for which a store that failed, or is full, is left alone
+TRIALS = 3  # reads at the start, of which the best counts
+UNMEASURED = 200e6  # bytes/s of a store of which nothing could be tried
+TRIAL = blake2b(b"trial", digest_size=KEY_BYTES).digest()  # the key of what is put and got at the start
+
+
+class RemoteTier(NamedTuple):
+    """
+    Attributes:
+        name: of the store, and of what in it is the same for all that name the same.
+        block_seconds: that getting a block took at the start.
+    """
+
+    mover: Courier
+    name: str
+    block_seconds: float
+
+
+class _Pause:
+    """For which something that has failed is left alone: twice as long each time, until it works."""
+
+    def __init__(self) -> None:
+        self._ends = 0.0
+        self._next = FIRST_PAUSE
+
+    @property
+    def lasts(self) -> bool:
+        return time.monotonic() < self._ends
+
+    def begin(self) -> None:
+        self._ends = time.monotonic() + self._next
+        self._next = min(LONGEST_PAUSE, 2 * self._next)
+
+    def end(self) -> None:
+        self._ends, self._next = 0.0, FIRST_PAUSE
+
+
+class StoreCarrier:
+    """A `Carrier` to and from a store.
+
+    A store that cannot be reached, or takes nothing more, is left alone for a while: whatever is ordered meanwhile
+    fails at once.
+
+    Args:
+        views: of the device's blocks.
+        opens: the store, as often as needed.
+        store: as it was opened; None where it was not there.
+    """
+
+    def __init__(self, views: BlockViews, opens: Open, store: BlockStore | None) -> None:
+        self.piece = max(1, min(views.most, PIECE_BYTES // views.block_bytes))
+        self._views, self._opens, self._store = views, opens, store
+        self._away, self._full = _Pause(), _Pause()
+        self._complain = Complaints()
+        if store is None:
+            self._away.begin()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._views.block_bytes
+
+    @property
+    def away(self) -> bool:
+        return self._away.lasts
+
+    @property
+    def full(self) -> bool:
+        return self._full.lasts
+
+    def store(self, moves: Sequence[Move]) -> None:
+        if self.full:
+            raise Unavailable("the remote cache takes nothing")
+        keys = [move.key for move in moves]
+        there = self._call(lambda store: store.contains(keys))  # others may have put them, the first ones most likely
+        rest = moves[there:]
+        if not rest:
+            return
+        views = self._views.of([move.block for move in rest])
+        kept = self._call(lambda store: store.put([*zip(keys[there:], views, strict=True)]))
+        if all(kept):
+            self._full.end()
+            return
+        self._full.begin()
+        raise Unavailable(f"{kept.count(False)} of {len(kept)} were not kept")
+
+    def load(self, moves: Sequence[Move]) -> int:
+        count = 0
+        while count < len(moves):
+            part = moves[count : count + self._views.most]
+            blocks = [move.block for move in part]
+            views = self._views.into(blocks)
+            named = [(move.key, view) for move, view in zip(part, views, strict=True)]
+            came = self._call(lambda store, named=named: store.get(named))  # type: ignore[misc]
+            self._views.arrived(blocks[:came])
+            count += came
+            if came < len(part):
+                break
+        return count
+
+    def find(self, moves: Sequence[Move]) -> int:
+        return self._call(lambda store: store.contains([move.key for move in moves]))
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._views.close()
+
+    def _call(self, call: Callable[[BlockStore], T]) -> T:
+        """Raises Unavailable when the store cannot be reached, or could not be a moment ago."""
+        if self.away:
+            raise Unavailable("the remote cache is away")
+        try:
+            if self._store is None:
+                self._store = self._opens()
+            result = call(self._store)
+        except Exception as error:
+            self._away.begin()
+            self._complain("the remote cache fails, all is computed meanwhile: %s", error)
+            raise
+        self._away.end()
+        return result
+
+
+def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
+    """Open the tier below a cache. Where the store is away it is tried again when it is needed. Raises ConfigError when
+    it cannot be used."""
+    views = views_of(cache)
+    size, namespace = cache.layout.block_bytes, namespace_of(cache.layout, cache.slots.device)
+    seconds, store = size / UNMEASURED, None
+    try:
+        store = open_store(url, namespace, size)
+        seconds = _trial_seconds(store, size)
+        log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
+    except Unavailable as error:
+        log.warning("%s: %s; it is tried again later, and all is computed meanwhile", OPTION, error)
+    mover = Courier(StoreCarrier(views, lambda: open_store(url, namespace, size), store))
+    return RemoteTier(mover, f"{url.partition('?')[0]} {namespace}", seconds)
+
+
+def namespace_of(layout: KVLayout, device: torch.device) -> str:
+    """Names all that decides what bytes stand for, or that they are the same bits as if they were computed here."""
+    parts = (VERSION, torch.__version__, processor_of(device), sorted(asdict(layout).items()))
+    return blake2b(repr(parts).encode(), digest_size=16, person=b"penstock.remote").hexdigest()
+
+
+def _trial_seconds(store: BlockStore, size: int) -> float:
+    """That getting a block takes. Raises Unavailable."""
+    if not all(store.put([(TRIAL, memoryview(os.urandom(size)))])):
+        return size / UNMEASURED
+    times = []
+    for _ in range(TRIALS):
+        began = time.perf_counter()
+        came = store.get([(TRIAL, memoryview(bytearray(size)))])
+        times.append(time.perf_counter() - began)
+        if not came:
+            return size / UNMEASURED
+    return min(times)
+
+
+def check_remote_tier(url: str, ranks: int, *, prefix_cache: bool) -> None:
+    """Raise ConfigError when there is no such tier below what was asked for.
+
+    Args:
+        ranks: that the model is spread over.
+    """
+    check_store(url)
+    if ranks > 1:
+        raise ConfigError(
+            f"{OPTION}: {url!r}, not supported yet with tensor-parallel-size {ranks}, allowed with 1", OPTION
+        )
+    if not prefix_cache:
+        raise ConfigError(f"{OPTION}: {url!r} without prefix caching, allowed only with enable-prefix-caching", OPTION)
