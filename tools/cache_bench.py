@@ -44,6 +44,7 @@ LONGEST = 131_072  # tokens of a sequence; what is longer is cut
 SLO = {"ttft-ms": 10_000.0, "tpot-ms": 100.0}  # of every request, on devices at their full speed
 SPREAD = 3.0  # seconds of a tick of the trace's clock
 console = Console(stderr=True)
+WIDE = 120  # columns, at least, of a table that is not for a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +239,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for policy in options.policies.split(","):
         with tempfile.TemporaryDirectory() as folder:
             rows.append((policy, measure(options, policy, Path(folder))))
-        console.print(show(rows, options.slowdown))
+        found = rows[-1][1]
+        console.print(f"{policy}: {found.cached:,} of {found.prompt:,} prompt tokens reused")
     if options.mode == "paced":
         for policy in options.policies.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 rows.append((f"{policy}, simulated", simulate(options, policy, Path(folder))))
-    Console().print(show(rows, options.slowdown))
+    out = Console()
+    out.print(show(rows, options.slowdown), width=out.width if out.is_terminal else WIDE)
     if options.json is not None:
         content = {name: {field: getattr(found, field) for field in Found.__slots__} for name, found in rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -45,6 +45,7 @@ class ScriptedPlacement:
         self.answered(answer)
 
     fleet = None
+    prefixes = None
 
     @property
     def waiting(self):
