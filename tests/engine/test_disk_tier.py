@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -23,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError, RankFailed
+from penstock.core.errors import ConfigError
 from penstock.core.layout import KVLayout, attention_groups
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
@@ -482,33 +481,20 @@ def test_built_from_options(checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
 def test_ranks_keep_their_parts_of_a_block_together(checkpoint, tmp_path):
-    """And find them again when one of them has died in the middle."""
+    """What becomes of them when one dies, and at the next start: tests/e2e/test_up.py."""
     threads = native.threads()
-
-    def build():
-        options = options_of(checkpoint, disk_cache=str(tmp_path), tensor_parallel_size=2)
-        return build_engine(replace(options, max_num_batched_tokens=128), SystemClock())
-
+    options = replace(
+        options_of(checkpoint, disk_cache=str(tmp_path), tensor_parallel_size=2), max_num_batched_tokens=128
+    )
     try:
-        built = build()
-        assert built.engine.mover.block_bytes == BLOCK_BYTES
-        collector, offload = Collector(built.engine), built.engine.scheduler.offload
-        tokens = collector.run(make_request("first", prompt_of(0, 400)))["first"]
-        for i in (1, 2):
-            collector.run(make_request(f"other{i}", prompt_of(i, 400), max_tokens=1))
-        assert collector.run(make_request("again", prompt_of(0, 400)))["again"] == tokens
-        assert (collector.cached["again"], offload.loaded_blocks) == (6 * BLOCK_TOKENS, 6)
-        built.engine.add(make_request("last", prompt_of(3, 400)))
-        collector.step()
-        (rank,) = built.engine.executor._others.others
-        os.kill(rank.process.pid, signal.SIGKILL)
-        with pytest.raises(RankFailed, match="killed by SIGKILL"):
-            collector.run()
-        built.close()
-        with closing(build()) as built:
-            collector = Collector(built.engine)
-            assert collector.run(make_request("first", prompt_of(0, 400)))["first"] == tokens
-            assert collector.cached["first"] == 6 * BLOCK_TOKENS
+        with closing(build_engine(options, SystemClock())) as built:
+            assert built.engine.mover.block_bytes == BLOCK_BYTES
+            collector, offload = Collector(built.engine), built.engine.scheduler.offload
+            tokens = collector.run(make_request("first", prompt_of(0, 400)))["first"]
+            for i in (1, 2):
+                collector.run(make_request(f"other{i}", prompt_of(i, 400), max_tokens=1))
+            assert collector.run(make_request("again", prompt_of(0, 400)))["again"] == tokens
+            assert (collector.cached["again"], offload.loaded_blocks) == (6 * BLOCK_TOKENS, 6)
     finally:
         native.set_threads(threads)
 
