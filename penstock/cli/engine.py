@@ -214,9 +214,8 @@ def open_way(
         raise ConfigError("transport: blocks on a CUDA device cannot be handed over yet, use the role any", "transport")
     from penstock.transfer.transports import open_transport
 
-    if way["kind"] == "mooncake":
-        if "PENSTOCK_CLUSTER_SECRET" in os.environ:
-            log.warning("Mooncake's own ports ask for no secret: the network has to keep others from them")
+    if way["kind"] == "mooncake" and "PENSTOCK_CLUSTER_SECRET" in os.environ:
+        log.warning("Mooncake's own ports ask for no secret: the network has to keep others from them")
     transport = open_transport(
         way["kind"],
         way["address"],
