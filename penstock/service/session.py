@@ -294,7 +294,9 @@ class InstanceSession:
             offline_tokens=self._offline_tokens,
             interval=_seconds(None if seen is None else seen.interval_ms),
             ttft_measured=_seconds(None if seen is None else seen.ttft_ms),
+            fetches=bool(self.peer.address),
             fetch_ms=None if seen is None else seen.fetch_ms,
+            fetch_wait_ms=None if seen is None else seen.fetch_wait_ms,
             peers=self.peers,
             unlinked=self.unlinked,
         )
