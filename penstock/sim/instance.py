@@ -1,9 +1,9 @@
 """A simulated engine: the real scheduler, blocks and hand-offs, with modelled step times.
 
 It sends what an engine's server sends: outputs to frontends, snapshots and cache deltas to the master. Messages are
-read between steps, but for those about sequences that wait to leave, which no step concerns. Of a request's outputs
-only the first and the last are sent, the last with all tokens in between, as no simulated client streams; and all while
-it is being handed over, since others know nothing of those before.
+read between steps, but for those about sequences that wait to leave and about fetches, which no step concerns. Of a
+request's outputs only the first and the last are sent, the last with all tokens in between, as no simulated client
+streams; and all while it is being handed over, since others know nothing of those before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.core.wire.engine import (
     Stayed,
     UnlinkPeer,
 )
-from penstock.core.wire.handoff import Committed, Missing, PeerMessage, Push, Reserved, Waiting
+from penstock.core.wire.handoff import Committed, Fetch, Lent, Missing, PeerMessage, Push, Release, Reserved, Waiting
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON, STOPS_IN
@@ -206,7 +206,8 @@ class SimInstance:
         if now >= self._stopped:
             return []
         self._now = now
-        if self._stride is not None and (beside := [letter for letter in letters if self._is_beside(letter)]):
+        stride = self._stride
+        if stride is not None and (beside := [letter for letter in letters if self._is_beside(letter, stride)]):
             for letter in beside:
                 self._handle(now, letter)
             self._changed, self._load = True, None
@@ -215,7 +216,7 @@ class SimInstance:
             rest = [letter for letter in letters if letter not in beside]
             if rest:
                 return [*told, *self.deliver(now, rest)]
-            return [*told, *self._cut(now, self._stride)] if any(map(self._goes_on_here, beside)) else told
+            return [*told, *self._cut(now, stride)] if any(map(self._goes_on_here, beside)) else told
         self._inbox += letters
         while self._says_so_at < now:  # an idle report is on its way to the master
             self._looked_at = self._told_at = self._says_so_at
@@ -224,8 +225,9 @@ class SimInstance:
         self._says_so_at = inf
         if self._stride is None:
             return self._go_on(now)
-        # a block alone changes nothing: what it is for is in the commit after it
-        if all(isinstance(letter, PeerArrival) and isinstance(letter.message, Push) for letter in letters):
+        # a block alone changes nothing: what it is for is in the commit after it; but for one that is fetched
+        blocks = all(isinstance(letter, PeerArrival) and isinstance(letter.message, Push) for letter in letters)
+        if blocks and not any(map(_fetches, letters)):
             return []
         if self._makes_way(now, self._stride, letters):
             self._stride.interrupt(now + STOPS_IN)
@@ -517,10 +519,11 @@ class SimInstance:
         for letter in letters:
             self._handle(now, letter)
 
-    def _is_beside(self, letter: Letter) -> bool:
-        """Whether it is about a sequence that waits to leave: an engine reads all messages beside its steps, and of
-        these the order does not matter."""
-        return self.scheduler.migrating(_about(letter))
+    def _is_beside(self, letter: Letter, stride: Stride) -> bool:
+        """Whether it is about a sequence that waits to leave, or about what is fetched: an engine reads all messages
+        beside its steps, and of these the order does not matter. Where steps only decode, which may be taken together,
+        fetches wait for the end of one."""
+        return self.scheduler.migrating(_about(letter)) or (_fetches(letter) and bool(stride.plan.work.prefills))
 
     def _goes_on_here(self, letter: Letter) -> bool:
         """Whether it was about a sequence that waited to leave, and now is in the next step."""
@@ -571,6 +574,18 @@ class SimInstance:
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()
+
+
+def _fetches(letter: Letter) -> bool:
+    """Whether it is about what one instance fetches from another."""
+    match letter:
+        case PeerArrival(message=Fetch()):
+            return True
+        case PeerArrival(message=Lent(lease=lease) | Push(lease=lease) | Release(lease=lease)):
+            return lease.fetches
+        case ClientCommand(command=Enqueue(source=source)):
+            return source is not None
+    return False
 
 
 def _about(letter: Letter) -> str:

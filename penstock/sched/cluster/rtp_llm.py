@@ -14,14 +14,15 @@ Not as in the paper:
 - Prompts on one instance are prefilled one after another, so that a prompt's start in equation (1) is the end of the
   one before it.
 - `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2). What it
-  counts as remote is known to be on another instance or below the device; only the latter is loaded.
+  counts as remote is what an instance would load from below its device or fetch from another one: where that takes
+  longer than computing, it counts nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from math import inf
 from operator import attrgetter
@@ -31,6 +32,7 @@ import numpy as np
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
 from penstock.sched.cluster.columns import Column, QueueColumns
+from penstock.sched.cluster.reuse import FETCHERS, fetched
 from penstock.sched.cluster.stages import prefillers, takers, why
 
 KEPT = 65536  # conversations
@@ -98,7 +100,7 @@ class Offer:
         wait: until it begins to prefill.
         saved: by its cache.
         hit: tokens in that, of which `local` are on its device.
-        remote: tokens after the local ones that are below its device or on another instance.
+        remote: tokens after the local ones that it loads from below its device, or fetches from another instance.
     """
 
     instance: InstanceLoad
@@ -263,6 +265,9 @@ class RtpLlm:
         if not offering:
             offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
         offers = [_offer(view, demand, i) for i in offering]
+        if demand.lenders:
+            for place in nsmallest(FETCHERS, range(len(offers)), key=lambda place: offers[place].cost):
+                offers[place] = _fetching(view, demand, offers[place])
         cool = [o for o in offers if o.wait <= max(HOT * mean, o.saved + BAND_MS)]
         return cool or offers
 
@@ -276,8 +281,16 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     prefill = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0
     local = hit - min(hit, loaded)
-    known = max(hit, min(max(demand.hits.values(), default=0), demand.prompt_tokens - 1))
-    return Offer(instance, wait, prefill, saved, hit, local, known - local)
+    return Offer(instance, wait, prefill, saved, hit, local, hit - local)
+
+
+def _fetching(view: ClusterView, demand: Demand, offer: Offer) -> Offer:
+    """The same, if it fetches what others have more of, where that pays."""
+    instance = offer.instance
+    if (way := fetched(instance, view.now, demand)) is None:
+        return offer
+    prefill = instance.prefill_seconds(demand.prompt_tokens - way.tokens, way.tokens) * 1e3
+    return replace(offer, wait=max(offer.wait, way.bring_ms), prefill=prefill, remote=way.tokens - offer.local)
 
 
 def _holder(offers: Sequence[Offer], name: str) -> Offer | None:

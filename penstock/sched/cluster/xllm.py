@@ -5,7 +5,8 @@ A prompt goes to the prefiller (role P) with the earliest first token; where tha
 decodes where it was prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
 The first token's time is estimated from the cache (section 3.4): for each candidate how much of the prompt it has, when
-what of that lies below its device is loaded and the prompts before are prefilled, and what computing the rest takes.
+what of that lies below its device is loaded and the prompts before are prefilled, and what computing the rest takes; or
+when what another instance has more of has come from there, where that is sooner (step 3: `reuse.fetched`).
 
 "Late" is when the first token is predicted after its target, or has come after it lately (`misses`).
 
@@ -46,6 +47,7 @@ from penstock.sched.cluster.elastic_roles import (
     step_seconds,
     turning,
 )
+from penstock.sched.cluster.reuse import FETCHERS, fetched
 from penstock.sched.cluster.stages import hands_over, prefillers, takers, why
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
@@ -202,6 +204,11 @@ def _soonest(
         holders = [i for i in candidates if i.name in demand.hits and i.name not in known]
         compared += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], i.load_seconds(demand)))
     found = [_Prefiller(i, _ttft(view, demand, i), help) for i in compared]
+    if demand.lenders:
+        for place in nsmallest(FETCHERS, range(len(found)), key=lambda place: found[place].ttft):
+            instance = found[place].instance
+            if (way := fetched(instance, view.now, demand)) is not None:
+                found[place] = _Prefiller(instance, view.now - demand.arrived + way.ms / 1e3, help)
     costs.update((prefiller.instance.name, prefiller.ttft * 1e3) for prefiller in found)
     return min(found, key=_by_ttft)
 
