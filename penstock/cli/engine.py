@@ -80,6 +80,7 @@ def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     keep_few_kernels()
+    preset_mooncake()
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import BlackBox, Heartbeat, box_of
 
@@ -189,7 +190,7 @@ def build(
 
 
 def preset_mooncake() -> None:
-    """To be called before it is first used, by a transport or a store."""
+    """For a transport or a store, before either is made."""
     for variable, value in MOONCAKE.items():
         os.environ.setdefault(variable, value)
 
@@ -206,7 +207,6 @@ def open_way(
     from penstock.transfer.transports import open_transport
 
     if way["kind"] == "mooncake":
-        preset_mooncake()
         if has_ipv6(way["address"]):
             os.environ.setdefault(MOONCAKE_IPV6, "1")
         if "PENSTOCK_CLUSTER_SECRET" in os.environ:

@@ -7,8 +7,8 @@ anything: engines on several hosts write and delete as they like, and whatever i
 
 Each folder holds its share of the size, as a set of a set-associative cache does. Who writes looks at the folder that
 it writes to, now and then, and deletes what was used longest ago; so to keep the bound costs the same whatever the size
-is, and engines that do so at the same time exceed it by a 64th each. A file's time is when it was put or got last, to
-the minute.
+is, and engines that do so at the same time exceed it by a 64th each. A file's time is when it was put, got or found
+last, to the minute.
 """
 
 from __future__ import annotations
@@ -123,16 +123,16 @@ class Directory:
 
     def _is_there(self, path: Path) -> bool:
         try:
-            return path.stat().st_size == self._record_bytes
+            stat = path.stat()
         except OSError as error:
             if error.errno in GONE:
                 return False
             raise
+        _touch(path, stat)
+        return stat.st_size == self._record_bytes
 
     def _write(self, path: Path, record: memoryview) -> bool:
         if self._is_there(path):
-            with suppress(OSError):  # it may be gone
-                os.utime(path)
             return True
         self._make_room(path.parent)
         unfinished = path.with_name(f"{UNFINISHED}{token_hex(8)}")
@@ -164,11 +164,8 @@ class Directory:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | self._direct)
             try:
                 stat = os.fstat(fd)
-                whole = stat.st_size == len(record) == read_into(fd, record, 0)
-                if whole and abs(time.time() - stat.st_mtime) > TOUCH_AFTER:
-                    with suppress(OSError):
-                        os.utime(fd)
-                return whole
+                _touch(fd, stat)
+                return stat.st_size == len(record) == read_into(fd, record, 0)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -190,6 +187,13 @@ class Directory:
             sample = random.sample(whole, min(len(whole), max(SAMPLE, 4 * excess)))
             for _, path in sorted(_with_times(folder, sample))[:excess]:
                 path.unlink(missing_ok=True)
+
+
+def _touch(file: Path | int, stat: os.stat_result) -> None:
+    """It is of use now."""
+    if abs(time.time() - stat.st_mtime) > TOUCH_AFTER:
+        with suppress(OSError):  # it may be gone, or somebody else's
+            os.utime(file)
 
 
 def _names(folder: Path) -> list[str]:

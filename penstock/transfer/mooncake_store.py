@@ -16,6 +16,7 @@ import ctypes
 import socket
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError, Unavailable
@@ -33,6 +34,7 @@ REACHED_WITHIN = 2.0  # seconds
 UNREACHED = (-900, -901)
 INVALID = -600
 PROTOCOLS = ("tcp", "rdma")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def missing() -> str:
@@ -105,6 +107,8 @@ class MooncakeStore:
     def open(self, memory: PoolMemory) -> None:
         if reason := missing():
             raise ConfigError(f"{OPTION}: {reason}", OPTION)
+        if self._way[1] == "rdma" and not any(RDMA_DEVICES.glob("*")):  # Mooncake would begin, and then bring nothing
+            raise ConfigError(f"{OPTION}: protocol=rdma, allowed here is tcp: there is no RDMA device", OPTION)
         from mooncake.store import MooncakeDistributedStore
 
         address = self._address_here()
@@ -156,6 +160,7 @@ class MooncakeStore:
     def close(self) -> None:
         """Not where the master does not answer: closing it would wait for that, and all of Python with it."""
         if self._store is not None:
+            self._address_here()  # which says at once that there is none
             self.has([bytes(1)])
             self._store.close()
 
