@@ -171,7 +171,7 @@ class DiskSlots:
             with suppress(OSError):
                 fd = opened(path, direct)
                 try:
-                    write_all(fd, self._buffer, 0)
+                    self._write(fd, memoryview(self._buffer), 0)
                     return min(self._read_seconds(fd) for _ in range(TRIALS)), direct
                 finally:
                     os.close(fd)
@@ -189,13 +189,13 @@ class DiskSlots:
         self._leftovers.trim()
         for move, content in zip(moves, contents, strict=True):
             self._index.void(move.slot)
-            self._write(content, self._place(move.slot))
+            self._write(self._fd, content, self._place(move.slot))
         return contents
 
-    def _write(self, content: memoryview, place: int) -> None:
+    def _write(self, fd: int, content: memoryview, place: int) -> None:
         while True:
             try:
-                return write_all(self._fd, content, place)
+                return write_all(fd, content, place)
             except OSError as error:
                 if error.errno not in FULL or not self._leftovers.give_way():
                     raise

