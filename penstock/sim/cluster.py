@@ -135,7 +135,7 @@ class Cluster:
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
         self.frontend = SimFrontend(
             self,
-            max_tokens=scenario.workload.max_tokens,
+            max_tokens=None if scenario.workload.exact else scenario.workload.max_tokens,
             max_model_len=max(group.max_model_len for group in groups),
             root=self._root,
             ended=self._count,
@@ -325,13 +325,13 @@ class Cluster:
             ready,
             scheduler,
             MemoryCarrier(source),
-            StepTimer(group.times, group.slowdown, group.noise, self._noises(place.number)),
+            StepTimer(group.times, group.noise, self._noises(place.number)),
             self,
             self._lengths,
             report_interval=self._scenario.report_interval,
             lease=self._scenario.transport.lease,
             tells_cache=self.master.joined.wants_keys or bool(self._scenario.failures),
-            ways={tier: TierWay(seconds * group.slowdown) for tier, seconds in group.tier_seconds.items()},
+            ways={tier: TierWay(seconds) for tier, seconds in group.tier_seconds.items()},
             strides=self._strides,
         )
         self.frontend.greet(ready)

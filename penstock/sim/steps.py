@@ -29,16 +29,14 @@ _NUMBERS = np.arange(1.0, KEPT + DRAWN_AT_ONCE + 1)  # from 1
 class StepTimer:
     """
     Args:
-        slowdown: factor on all times.
         noise: standard deviation of a step's time, relative to it. Log-normal with mean 1: a step is never negative
             and now and then much longer, as real ones are.
         rng: of the noise. The n-th step of an instance has the n-th draw, whatever the steps are, so that two policies
             are compared on the same random sequence.
     """
 
-    def __init__(self, times: StepTime, slowdown: float, noise: float, rng: np.random.Generator) -> None:
+    def __init__(self, times: StepTime, noise: float, rng: np.random.Generator) -> None:
         self._times = times
-        self._seconds = slowdown / 1e3  # per ms of the model
         self._noise = noise
         self._rng = rng
         self._drawn = np.empty(0)
@@ -68,7 +66,7 @@ class StepTimer:
         step_ms = self._step_ms(sequences)
         while now < until and len(ends) < most:
             read = self._times.seen(sequences, kv_tokens)
-            shortest = (step_ms + self._kv_ms * read) * self._seconds  # without noise
+            shortest = (step_ms + self._kv_ms * read) / 1e3  # without noise
             enough = int((until - now) / shortest * ENOUGH) + 1 if shortest else most
             lucks = self._lucks(min(most - len(ends), enough))
             times = _NUMBERS[: len(lucks)] * sequences  # tokens, then ms, then seconds
@@ -77,7 +75,7 @@ class StepTimer:
                 times = sum(share * np.minimum(times, window * sequences) for window, share in sights)
             times *= self._kv_ms
             times += step_ms
-            times *= self._seconds
+            times /= 1e3
             times *= lucks
             times[0] += now
             np.add.accumulate(times, out=times)
@@ -102,7 +100,7 @@ class StepTimer:
     def _noisy(self, ms: float) -> float:
         (luck,) = self._lucks(1).tolist()
         self._used += 1
-        return ms * self._seconds * luck
+        return ms / 1e3 * luck
 
     def _lucks(self, most: int) -> npt.NDArray[np.float64]:
         """Factors of the next steps, at least one and as many as are drawn."""
