@@ -64,6 +64,7 @@ from penstock.transfer.transports import KVTransport
 log = logging.getLogger("penstock.engine")
 REPORT_INTERVAL = 0.5  # seconds between reports while idle
 SNAPSHOT = 0.05  # seconds between snapshots while the load changes
+SOONER = 0.01  # the same when an answer has ended
 STALLED = 0.005  # seconds to wait when there is work but no room
 GOING = 0.02  # the same while memory is being given back or taken up
 
@@ -255,9 +256,13 @@ class EngineServer:
     def _ended(self, step: Step) -> None:
         self._beat_with(self._engine.tokens_in_flight)
         # one more token for each is no change of the load
-        news = bool(step.plan.work.prefills) or any(output.finish is not None for output in step.outputs)
+        ends = any(output.finish is not None for output in step.outputs)
+        news = bool(step.plan.work.prefills) or ends
         self._changed |= news
         self._deltas.hurries |= news
+        if ends and self._clock.now() - self._snapshot_at >= SOONER:
+            # whoever has the answer may go on with it at once
+            self._tell_masters(self._clock.now(), hurry=True)
         self._report(step.outputs, step.tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
@@ -416,11 +421,11 @@ class EngineServer:
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
-    def _tell_masters(self, now: float) -> None:
-        """Send masters the load when it changed or is due, and the cache's deltas when they are."""
+    def _tell_masters(self, now: float, hurry: bool = False) -> None:
+        """Send masters the load when it changed or is due, and the cache's deltas when they are, or at once."""
         self._snapshot_at, self._changed = now, False
         logs, taken = self._engine.cache_logs, []
-        if now >= self._deltas.due(logs.values()):
+        if hurry or now >= self._deltas.due(logs.values()):
             self._deltas.told(now)
             each = logs.items()
             taken = [(tier, kept.sequence, changes) for tier, kept in each if (changes := kept.take()) is not None]

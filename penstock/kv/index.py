@@ -216,8 +216,12 @@ class ClusterIndex:
         """How many leading blocks of a prompt each instance has on its device now, for those that have any."""
         found: dict[str, int] = {}
         live: Set[str] = self._device.get(keys[0], _NOBODY) if keys else _NOBODY
+        before: Set[str] | None = None
         for count, key in enumerate(keys):
             holders = self._device.get(key, _NOBODY)
+            if holders is before:
+                continue
+            before = holders
             found.update(dict.fromkeys(live - holders, count))
             live = live & holders
             if not live:

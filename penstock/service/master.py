@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from math import inf
 
 import msgspec
@@ -93,6 +94,8 @@ SETTLES = 10.0  # seconds after which a hand-off counts as over although nothing
 LOOK = 0.5  # seconds between two looks for slow instances
 TELL_AGAIN = 6.0  # seconds until a launcher is told again to restart one; it stops within less
 SHOWN = 256  # offline sequences that policies see, of however many wait
+RENEWED = 64  # waiting sequences of which it is looked at what the caches have by now: the first
+RENEWED_KEYS = 1 << 12  # of theirs, at most, at one time
 
 
 class Master:
@@ -210,6 +213,7 @@ class Master:
         actions = self._forget_silent_frontends(now)
         actions += self._mesh.retry(now)
         self._readmit(now)
+        self._renew_first(now)
         actions += self._refuse_hopeless(now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
@@ -331,6 +335,7 @@ class Master:
             return []
         self._restarting.pop(name, None)
         self.index.leave(name, session.ready.kv_pool)
+        self._sources.forget(name)
         self._roster.sessions_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
 
@@ -440,9 +445,7 @@ class Master:
 
     def _queue_again(self, now: float, key: Key) -> None:
         sequence = self._unplaceable.pop(key)
-        hits, loads = self._match(sequence.place)
-        known = msgspec.structs.replace(sequence.demand, hits=hits, loads=loads)
-        sequence.demand = self._sources.with_brought(now, known, sequence.place.keys)
+        sequence.demand = self._with_cached(now, sequence.demand, sequence.place)
         self._admit(now, key, sequence)
 
     def _demand(self, now: float, key: Key, place: Place) -> Demand:
@@ -450,7 +453,6 @@ class Master:
         priorities = self._policies.priorities
         if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
             ttft, tpot = priorities.target(place.priority, self._queue.priorities[place.priority])
-        hits, loads = self._match(place)
         demand = Demand(
             key=key,
             prompt_tokens=place.prompt_tokens,
@@ -461,24 +463,24 @@ class Master:
             priority=place.priority,
             offline=place.offline,
             chat=place.chat,
-            hits=hits,
-            loads=loads,
             exclude=frozenset(place.exclude),
             interrupted=place.interrupted,
         )
-        return self._sources.with_brought(now, demand, place.keys) if place.interrupted else demand
+        return self._with_cached(now, demand, place)
 
-    def _match(self, place: Place) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-        """For each instance, a prompt's cached tokens, and how many of them are in which tier below its device."""
+    def _with_cached(self, now: float, demand: Demand, place: Place) -> Demand:
+        """With what each instance has of the prompt now, and who lends it to others."""
         if not place.keys:
-            return {}, {}
+            return demand
         found = self.index.match(place.keys)
         hits = {name: min(blocks * BLOCK_TOKENS, place.prompt_tokens) for name, blocks in found.items()}
         loads = {
             name: {tier: min(blocks * BLOCK_TOKENS, hits[name]) for tier, blocks in below.items()}
             for name, below in self.index.loads(place.keys, found).items()
         }
-        return hits, loads
+        lenders = self._sources.lenders(now, place.keys) if found else []
+        demand = msgspec.structs.replace(demand, hits=hits, loads=loads, lenders=lenders)
+        return self._sources.with_brought(now, demand, place.keys)
 
     def _decide(self, now: float, actions: list[Action]) -> None:
         """Ask the policy for decisions until it returns none, and add their actions."""
@@ -506,8 +508,10 @@ class Master:
             costs = {stage: own for stage, own in decision.costs.items() if stage != "decode"}
             decision = msgspec.structs.replace(decision, decode=None, costs=costs)
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
+        source = None
         if place.keys:
             way = self._sources.way(now, demand, place.keys, prefiller)
+            source = self._sources.source(now, demand, way, prefiller)
             decision = msgspec.structs.replace(decision, way=way)
             demand = sequence.demand = brought_by(demand, {prefiller.name: way})
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
@@ -524,17 +528,40 @@ class Master:
             _milliseconds(demand.ttft),
             _milliseconds(demand.tpot),
             decision.predicted_ttft,
-            None if decision.way is None else self._sources.source(decision.way),
+            source,
             decision.way.ms if decision.way is not None and demand.interrupted else None,
         )
         self._in_flight[key] = sequence
-        if place.keys:
-            self.index.expect(prefiller.name, place.keys)
         prefiller.add_prompt(now, demand)
         home.house(demand)
+        if place.keys:
+            self.index.expect(prefiller.name, place.keys)
+            self._renew_alike(now, prefiller.name, place.keys)
         if self._recorder is not None:
             self._recorder.decided(now, view, demand, place.request_id, key[0], decision)
         return ToFrontend(key[0], placed)
+
+    def _renew_alike(self, now: float, name: str, keys: Sequence[bytes]) -> None:
+        """A prompt was sent to an instance: those of the first in the queue that begin alike will find that there, so
+        that a burst of them does not have the same computed by several."""
+        for key, waiting in list(islice(self._queue.items(), RENEWED)):
+            theirs = waiting.place.keys
+            if theirs and theirs[0] == keys[0] and not waiting.place.interrupted:
+                known = -(-waiting.demand.hits.get(name, 0) // BLOCK_TOKENS)
+                if theirs[known : known + 1] == keys[known : known + 1] != []:
+                    self._queue.renew(key, self._with_cached(now, waiting.demand, waiting.place))
+
+    def _renew_first(self, now: float) -> None:
+        """Caches change while sequences wait."""
+        left = RENEWED_KEYS
+        for key, waiting in list(islice(self._queue.items(), RENEWED)):
+            left -= len(waiting.place.keys)
+            if left < 0:
+                return
+            if waiting.place.interrupted:
+                continue  # of these more is looked at than of others
+            if (demand := self._with_cached(now, waiting.demand, waiting.place)) != waiting.demand:
+                self._queue.renew(key, demand)
 
     def _hold(self, now: float, later: Later) -> list[Action]:
         """Send `Queued` for sequences that begin to wait."""

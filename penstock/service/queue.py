@@ -124,6 +124,13 @@ class WaitQueue(dict[Key, Tracked]):
                 self._longest = 0
         return waiting
 
+    def renew(self, key: Key, demand: Demand) -> None:
+        """Something is known of one that waits which was not. It keeps its place."""
+        place = bisect_left(self._order, self._numbers[key])
+        self[key].demand = self._line[place] = demand
+        self._demands = None
+        self._history = []  # which tells of arrivals and departures only
+
     def check(self) -> None:
         """Raise AssertionError unless everything is about those that wait."""
         assert self._line == [waiting.demand for waiting in self.values()]

@@ -214,7 +214,7 @@ def _names(kind: Any, without: Set[str]) -> tuple[str, ...]:
 
 
 LOAD = _names(InstanceLoad, {"name", "times", "peers", "unlinked"})
-DEMAND = _names(Demand, {"key", "hits", "loads", "exclude", "brought", "brought_in"})
+DEMAND = _names(Demand, {"key", "hits", "loads", "lenders", "exclude", "brought", "brought_in"})
 RATES = _names(Rates, frozenset())
 _verdict_values = attrgetter(*Verdict.__struct_fields__)
 _load_values, _demand_values, _rates_values = attrgetter(*LOAD), attrgetter(*DEMAND), attrgetter(*RATES)

@@ -65,7 +65,7 @@ from penstock.sim.hosts import Hosts
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
-from penstock.sim.store import SharedTier
+from penstock.sim.store import SimStore
 from penstock.sim.wires import MemoryCarrier, PeerArrival, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -129,7 +129,7 @@ class Cluster:
         self.places = make_slots(groups, scenario.scaling)
         self._hosts = Hosts(scenario.scaling, self.places)
         remote = max(group.remote_blocks for group in groups)
-        self._store = SharedTier(remote) if remote else None
+        self._store = SimStore(remote) if remote else None
         self._depot: Depot | None = None
         if scenario.transport.kind == "shared":
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))

@@ -1,9 +1,9 @@
 """A simulated engine: the real scheduler, blocks and hand-offs, with modelled step times.
 
 It sends what an engine's server sends: outputs to frontends, snapshots and cache deltas to the master. Messages are
-read between steps, but for those about sequences that wait to leave, which no step concerns. Of a request's outputs
-only the first and the last are sent, the last with all tokens in between, as no simulated client streams; and all while
-it is being handed over, since others know nothing of those before.
+read between steps, but for those about sequences that wait to leave and about fetches, which no step concerns. Of a
+request's outputs only the first and the last are sent, the last with all tokens in between, as no simulated client
+streams; and all while it is being handed over, since others know nothing of those before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.core.wire.engine import (
     Stayed,
     UnlinkPeer,
 )
-from penstock.core.wire.handoff import Committed, Missing, PeerMessage, Push, Reserved, Waiting
+from penstock.core.wire.handoff import Committed, Fetch, Lent, Missing, PeerMessage, Push, Release, Reserved, Waiting
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON, STOPS_IN
@@ -48,7 +48,7 @@ from penstock.sched.local.offload import Store
 from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
-from penstock.sim.store import SharedTier
+from penstock.sim.store import SimStore
 from penstock.sim.traffic import STOP, own_token
 from penstock.sim.wires import LoadedBlocks, MemoryCarrier, PeerArrival, TierWay
 
@@ -197,7 +197,8 @@ class SimInstance:
         if now >= self._stopped:
             return []
         self._now = now
-        if self._stride is not None and (beside := [letter for letter in letters if self._is_beside(letter)]):
+        stride = self._stride
+        if stride is not None and (beside := [letter for letter in letters if self._is_beside(letter, stride)]):
             for letter in beside:
                 self._handle(now, letter)
             self._changed, self._load = True, None
@@ -206,7 +207,7 @@ class SimInstance:
             rest = [letter for letter in letters if letter not in beside]
             if rest:
                 return [*told, *self.deliver(now, rest)]
-            return [*told, *self._cut(now, self._stride)] if any(map(self._goes_on_here, beside)) else told
+            return [*told, *self._cut(now, stride)] if any(map(self._goes_on_here, beside)) else told
         self._inbox += letters
         while self._says_so_at < now:  # an idle report is on its way to the master
             self._looked_at = self._told_at = self._says_so_at
@@ -215,8 +216,9 @@ class SimInstance:
         self._says_so_at = inf
         if self._stride is None:
             return self._go_on(now)
-        # a block alone changes nothing: what it is for is in the commit after it
-        if all(isinstance(letter, PeerArrival) and isinstance(letter.message, Push) for letter in letters):
+        # a block alone changes nothing: what it is for is in the commit after it; but for one that is fetched
+        blocks = all(isinstance(letter, PeerArrival) and isinstance(letter.message, Push) for letter in letters)
+        if blocks and not any(map(_fetches, letters)):
             return []
         if self._makes_way(now, self._stride, letters):
             self._stride.interrupt(now + STOPS_IN)
@@ -424,7 +426,7 @@ class SimInstance:
     def _leave_store(self) -> None:
         """It has failed: what it was about to write is not there, and nobody reads for it."""
         offload = self.scheduler.offload
-        shared = [lane.tier for lane in self._lanes if isinstance(lane.tier, SharedTier)]
+        shared = [lane.tier for lane in self._lanes if isinstance(lane.tier, SimStore)]
         if offload is None or not shared:
             return
         for order in offload.take_orders():
@@ -467,7 +469,7 @@ class SimInstance:
         self._tell_cache(now, "device", [p.key for p in added if p.told], removed)
         for lane in self._lanes:
             tier = lane.tier
-            changes = tier.changes_of(self.name) if isinstance(tier, SharedTier) else tier.take_changes()
+            changes = tier.changes_of(self.name) if isinstance(tier, SimStore) else tier.take_changes()
             self._tell_cache(now, lane.name, *changes)
 
     def _next_snapshot(self) -> Snapshot:
@@ -486,7 +488,7 @@ class SimInstance:
         found = {"device": self.scheduler.pool.keys()}
         for lane in self._lanes:
             tier = lane.tier
-            if isinstance(tier, SharedTier):
+            if isinstance(tier, SimStore):
                 tier.changes_of(self.name)
                 found[lane.name] = tier.keys_of(self.name)
             else:
@@ -506,10 +508,11 @@ class SimInstance:
         for letter in letters:
             self._handle(now, letter)
 
-    def _is_beside(self, letter: Letter) -> bool:
-        """Whether it is about a sequence that waits to leave: an engine reads all messages beside its steps, and of
-        these the order does not matter."""
-        return self.scheduler.migrating(_about(letter))
+    def _is_beside(self, letter: Letter, stride: Stride) -> bool:
+        """Whether it is about a sequence that waits to leave, or about what is fetched: an engine reads all messages
+        beside its steps, and of these the order does not matter. Where steps only decode, which may be taken together,
+        fetches wait for the end of one."""
+        return self.scheduler.migrating(_about(letter)) or (_fetches(letter) and bool(stride.plan.work.prefills))
 
     def _goes_on_here(self, letter: Letter) -> bool:
         """Whether it was about a sequence that waited to leave, and now is in the next step."""
@@ -556,6 +559,18 @@ class SimInstance:
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()
+
+
+def _fetches(letter: Letter) -> bool:
+    """Whether it is about what one instance fetches from another."""
+    match letter:
+        case PeerArrival(message=Fetch()):
+            return True
+        case PeerArrival(message=Lent(lease=lease) | Push(lease=lease) | Release(lease=lease)):
+            return lease.fetches
+        case ClientCommand(command=Enqueue(source=source)):
+            return source is not None
+    return False
 
 
 def _about(letter: Letter) -> str:

@@ -13,6 +13,8 @@ from penstock.core.clock import SystemClock
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Cancel, Enqueue, Peer, Source
 from penstock.engine.build import EngineOptions, build_engine
+from penstock.sched.local.handoff import fetches
+from penstock.sched.local.handoff.fetches import GRACE, REMEMBERED
 from penstock.sched.local.intake import Intake
 from penstock.transfer.orphans import OrphanedBlocks
 from penstock.transfer.pool import shared_pool
@@ -142,13 +144,58 @@ def test_from_a_peer_that_has_it(cluster, expected):
     assert heir.tokens == expected
     assert heir.cached == heir.said[0].tokens == BLOCKS * BLOCK_TOKENS
     assert heir.handoffs.fetch_side.fetched_blocks == holder.handoffs.lend_side.lent_blocks == BLOCKS
-    assert heir.intake.snapshot().fetch_ms > 0
+    assert heir.intake.snapshot().fetch_ms >= 0
     run_to_end(holder, heir)
     heir.start("again", expected[:30], Source(holder.peer, BLOCKS, 50.0))
     assert not heir.handoffs.busy, "it has everything"
     run_to_end(holder, heir)
     assert heir.said[1].tokens == 0
     assert heir.tokens == expected
+
+
+def test_a_new_prompt_is_fetched_from_a_healthy_peer_and_its_tokens_are_the_same(cluster, expected):
+    holder, heir = cluster("holder", 1), cluster("heir", 2)
+    holder.start("before")
+    run_to_end(holder)
+    most = (len(PROMPT) - 1) // BLOCK_TOKENS
+    holder.start("beside")  # it is busy, and lends nevertheless
+    heir.start("r", (), Source(holder.peer, most + 3, 50.0))
+    run(holder, heir, until=lambda: heir.over and holder.over)
+    assert heir.tokens == holder.tokens == expected
+    assert heir.cached == heir.said[0].tokens == most * BLOCK_TOKENS
+    seen = heir.intake.snapshot()
+    assert seen.fetch_ms >= 0 < seen.fetch_wait_ms
+    run_to_end(holder, heir)
+    heir.handoffs.tick(heir.clock.now() + REMEMBERED)
+    seen = heir.intake.snapshot()
+    assert seen.fetch_ms is seen.fetch_wait_ms is None, "what was slow is tried again"
+
+
+def test_it_is_waited_for_no_longer_than_computing_would_take_and_a_little(cluster, expected):
+    holder, heir = cluster("holder", 1, {"drop": 1.0}), cluster("heir", 2)
+    began = heir.clock.now()
+    heir.start("r", (), Source(holder.peer, 7, 1e4, 30.0))
+    (fetch,) = heir.handoffs.fetch_side._fetches.values()
+    assert fetch.deadline <= heir.clock.now() + 0.03 + GRACE
+    run(holder, heir, until=lambda: heir.said)
+    assert heir.clock.now() >= began + GRACE
+    assert heir.intake.snapshot().fetch_wait_ms >= GRACE * 1e3, "the next one is not believed to be quicker"
+    run(heir, until=lambda: heir.over)
+    assert (heir.tokens, heir.cached) == (expected, 0)
+
+
+def test_a_peer_lends_only_a_part_of_its_blocks_at_a_time(cluster, expected, monkeypatch):
+    holder, heir = cluster("holder", 1), cluster("heir", 2)
+    holder.start("before")
+    run_to_end(holder)
+    for number, blocks in enumerate((0, 3)):
+        monkeypatch.setattr(fetches, "LENT", (blocks + 0.5) / holder.engine.scheduler.pool.num_blocks)
+        heir.start("r", (), Source(holder.peer, 7, 50.0), generation=number)
+        run(holder, heir, until=lambda: heir.over)
+        assert heir.tokens == expected
+        assert heir.said[number].tokens == heir.cached == blocks * BLOCK_TOKENS
+        run_to_end(holder, heir)
+        heir.engine.clear_cache()
 
 
 def test_from_what_a_dead_one_left(cluster, expected):

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock.core.layout import attention_groups
 from penstock.core.wire.engine import LEASE, AskCache, CacheDelta, Failed, LinkFailed, LinkPeer, Peer, UnlinkPeer
 from penstock.core.wire.master import (
+    Begun,
     Ended,
     Endpoint,
     FleetTotals,
@@ -548,7 +549,9 @@ def test_what_a_lost_instance_left_in_the_kv_pool_is_remapped(policy):
     assert interrupted(cluster, exclude=["a0"], interrupted=True).source is None
     cluster.engine("a0", CacheDelta(2, 1, KEYS[:80], [], whole=True))
     answer = interrupted(cluster, exclude=["a0"], interrupted=True)
-    assert (answer.source.peer, answer.source.blocks) == (peer("a0", 2), 80)
+    assert (answer.source.peer, answer.source.blocks) == (peer("a0", 2), 84), (
+        "and a little more, if it is there by then"
+    )
 
 
 @pytest.mark.parametrize(
@@ -574,3 +577,57 @@ def test_what_a_peer_has_is_fetched(spoil, source):
     placed = interrupted(cluster, exclude=["a0", "p0"])
     assert placed.route[0].peer == peer("a1")
     assert (placed.source and placed.source.name) == source
+
+
+def chain(name, count):
+    return [f"{name}{i}".encode().ljust(16, b".") for i in range(count)]
+
+
+def test_a_little_more_is_asked_for_than_was_known_and_lenders_take_turns():
+    """A peer may have filled blocks since it told of any. Who has been told to fetch from one waits for it."""
+    cluster = Cluster("a0", "a1", "a2", "a3", policy="rtp_llm", **LONG | {"kv_pool": ""})
+    for name in ("a0", "a1", "a2", "a3"):
+        cluster.snap(name, fetch_ms=0.5, fetch_wait_ms=1.0, free_blocks=1000)
+    for holder in ("a0", "a1"):
+        cluster.engine(holder, CacheDelta(1, 1, KEYS[:80], [], whole=True))
+    first, second = (interrupted(cluster, exclude=["a0", "a1", other]) for other in ("a3", "a2"))
+    assert (first.route[0].peer, second.route[0].peer) == (peer("a2"), peer("a3"))
+    assert [first.source.peer, second.source.peer] == [peer("a0"), peer("a1")]
+    assert first.source.blocks == second.source.blocks == 84
+    assert first.source.ms == second.source.ms == pytest.approx(1.0 + 80 * 0.5)
+    assert first.source.worth_ms > first.source.ms
+    third = interrupted(cluster, exclude=["a0", "a1", "a3"])
+    assert third.source.ms == pytest.approx(first.source.ms + 80 * 0.5)
+    cluster.engine("a0", ChannelLost("killed"))
+    assert interrupted(cluster, exclude=["a0", "a1", "a3"]).source.peer == peer("a1")
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_burst_that_begins_alike_is_computed_once_and_another_one_is_spread(busy):
+    names = [f"a{i}" for i in range(4)]
+    for common, places in ((100, 1), (5, 4)):
+        cluster = Cluster(*names, policy="unified", **LONG | {"kv_pool": ""})
+        for name in names:
+            cluster.snap(name, free_blocks=1000)
+        before = names * busy
+        for number, _ in enumerate(before):
+            cluster.frontend(Place(f"before{number}", 6000, 10, chain(f"before{number}", 93)))
+        assert [len(session.prompts) for session in cluster.master._sessions.values()] == [int(busy)] * 4
+        burst = [KEYS[:common] + chain(f"{i} ", 100 - common) for i in range(4)]
+        for i, keys in enumerate(burst):
+            (said,) = cluster.frontend(Place(f"b{i}", 6405, 10, keys))
+            assert isinstance(said, Queued) or not busy
+        for number, _ in enumerate(before):
+            cluster.frontend(Begun([f"before{number}"]))
+        sessions = cluster.master._sessions
+        for turn in range(1, 200):
+            cluster.now = 0.02 * turn
+            for name, session in sessions.items():
+                cluster.snap(
+                    name, turn + 1, free_blocks=1000, waiting_tokens=sum(p.tokens for p in session.prompts.values())
+                )
+            ends = [(k[1], p.sent + p.seconds) for session in sessions.values() for k, p in session.prompts.items()]
+            cluster.frontend(Begun([name for name, end in ends if end <= cluster.now]))
+        at = {key[1]: flight.prefiller.name for key, flight in cluster.master._in_flight.items() if key[1][:2] != "be"}
+        assert len(at) == 4
+        assert len(set(at.values())) == places, at

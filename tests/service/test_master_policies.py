@@ -23,6 +23,7 @@ from penstock.core.wire.master import (
     Settled,
 )
 from penstock.sched.cluster import Decision, Later, Migration, Move, Scaled, SlowInstances, Start, Stop, Tally, Verdict
+from penstock.sched.cluster.base import Holder
 from penstock.service.events import FromEngine, FromFrontend, Notice, StartInstance, StopInstance, ToEngine, ToFrontend
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.master import Master
@@ -39,6 +40,7 @@ class Held:
     def __init__(self):
         self.to, self.at, self.moves, self.seen = None, inf, [], []
         self.breaks_at = None  # so many that wait
+        self.most = inf  # that it still places
         self.open, self.home, self.prefilled, self.running, self.relieved = False, None, [], {}, []
 
     def decide(self, view, rng):
@@ -46,9 +48,10 @@ class Held:
         demands = [*view.queue, *view.offline]
         if len(demands) == self.breaks_at:
             raise RuntimeError("a bug")
-        if self.to is None or not demands:
+        if self.to is None or not demands or not self.most:
             moves, self.moves = self.moves, []
             return Later(self.at, moves)
+        self.most -= 1
         return Decision(
             key=demands[0].key,
             prefill=self.to,
@@ -374,6 +377,30 @@ def test_hits_are_what_is_cached_and_what_is_on_its_way_there():
     cluster.say(Ended(["r"]))
     cluster.place("t", 90, keys=keys)
     assert dict(cluster.policy.seen[-1].queue[-1].hits) == {"b": 64}
+
+
+def test_what_waits_learns_of_what_is_placed_and_cached_meanwhile():
+    cluster = Cluster("a", "b")
+    keys, shared = [b"1" * 16, b"2" * 16], [b"1" * 16, b"x" * 16]
+    for name, theirs in (("r", keys), ("s", shared), ("t", [b"z" * 16] * 2)):
+        cluster.place(name, 90, keys=theirs)
+    cluster.policy.to = "a"
+    cluster.policy.most = 1
+    cluster.did()
+
+    def seen():
+        return {d.key[1]: (dict(d.hits), list(d.lenders)) for d in cluster.policy.seen[-1].queue}
+
+    assert seen() == {"s": ({"a": 64}, []), "t": ({}, [])}
+    cluster.policy.to = None
+    cluster.engine("b", CacheDelta(1, 1, shared, [], whole=True))
+    cluster.now = 0.2
+    cluster.did()
+    assert seen() == {"s": ({"a": 64, "b": 90}, [Holder("b", 128)]), "t": ({}, [])}
+    cluster.engine("b", CacheDelta(1, 2, [], shared))
+    cluster.did()
+    assert seen()["s"] == ({"a": 64}, [])
+    cluster.master.check()
 
 
 def test_what_lies_below_a_device_is_a_hit_that_is_to_be_loaded():

@@ -138,7 +138,9 @@ def test_any_view_comes_back_whatever_was_written_before_it(data):
             waiting.append(
                 Demand(
                     **fixed,
-                    **data.draw(values(Demand, {"key", "hits", "loads", "exclude", "chat", "brought", "brought_in"})),
+                    **data.draw(
+                        values(Demand, {"key", "hits", "loads", "lenders", "exclude", "chat", "brought", "brought_in"})
+                    ),
                 )
             )
         if not waiting:

@@ -356,3 +356,26 @@ def test_a_model_with_windows_holds_less(layout, policy):
         assert place.group.whole_blocks > 1.5 * place.group.num_blocks / 7
         place.instance.scheduler.check()
         assert place.instance.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("kind", ["copy", "shared"])
+def test_what_a_busy_instance_has_is_fetched_by_others(kind):
+    """Prompts that have a long beginning in common, more of them than one instance can take."""
+    text = f"""
+        workload:
+          synthetic: {{requests: 120, rate: 60, prompt: 1000, prompt-cv: 0.5, output: 20, prefixes: 1,
+            prefix-tokens: 8000}}
+          max-tokens: 100
+        slo: {{ttft-ms: 2000, tpot-ms: 60}}
+        engine: {{device: modelled:h200, max-model-len: 16384, noise: 0.1}}
+        instances: [{{count: 4, kv-blocks: 2000}}]
+        transport: {{kind: {kind}}}
+    """
+    result, cluster = run(read(text), "unified")
+    again, _ = run(read(text), "unified")
+    assert result == again
+    sides = [place.instance.handoffs for place in cluster.places.values()]
+    fetched = sum(side.fetch_side.fetched_blocks for side in sides)
+    assert 0 < fetched == sum(side.lend_side.lent_blocks for side in sides)
+    assert result["failed"] == 0
+    assert result["reused_tokens"] > 0.95 * 8000 * (120 - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -37,13 +38,15 @@ class Source(msgspec.Struct, frozen=True):
 
     Attributes:
         peer: who has them on its device; None where a failed instance has left them in the host's KV pool.
-        blocks: how many, from the first on.
+        blocks: how many, from the first on; a peer may have fewer.
         ms: that it takes to bring what lacks, as predicted.
+        worth_ms: that it may take until computing would have been quicker; inf where that is not known.
     """
 
     peer: Peer | None
     blocks: int
     ms: float
+    worth_ms: float = inf
 
     @property
     def name(self) -> str:
@@ -390,7 +393,8 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         migration_wait_ms: for how long the first of them has.
         ttft_ms, tpot_ms, interval_ms: recent means over the engine's own requests: arrival here to first token of those
             online, time per token after it, and time between the last two steps; None before there is one.
-        fetch_ms: of one block from another instance, a recent mean; None before there is one.
+        fetch_ms: of one block from another instance, a recent mean, and fetch_wait_ms until the first of them came;
+            None while there is none.
         load_ms: tier below the device -> of 64 tokens from there, as was measured lately, or is believed.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
         speed: of its latest steps, as a share of what they are without factors; None while there are too few.
@@ -418,6 +422,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tpot_ms: float | None
     interval_ms: float | None
     fetch_ms: float | None = None
+    fetch_wait_ms: float | None = None
     load_ms: dict[str, float] = {}
     factors: dict[str, float]
     speed: float | None = None

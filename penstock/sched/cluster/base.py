@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct, field
 
@@ -56,7 +56,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         offline_requests, offline_tokens: what of `requests` and `held_tokens` is offline work.
         interval: seconds between two decode steps, as measured lately; None before there is a measurement.
         ttft_measured: seconds from an online prompt's arrival there to its first token, likewise.
-        fetch_ms: of one KV block from another instance, likewise.
+        fetches: whether it can be sent KV that another instance has.
+        fetch_ms: of one KV block from another instance, likewise; fetch_wait_ms: until the first of them comes.
         load_ms: tier below its device -> of one KV block from there, likewise, or as the instance believes.
         peers: instances that it can hand a request over to.
         unlinked: failed peer links: name -> reason.
@@ -84,7 +85,9 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     offline_tokens: int = 0
     interval: float | None = None
     ttft_measured: float | None = None
+    fetches: bool = False
     fetch_ms: float | None = None
+    fetch_wait_ms: float | None = None
     load_ms: Mapping[str, float] = field(default_factory=dict)
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
@@ -139,6 +142,20 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         return begins
 
 
+class Holder(NamedTuple):
+    """Somebody who has KV of a prompt.
+
+    Attributes:
+        name: of a peer; "" for the KV pool of the instance that is asked about.
+        tokens: leading ones of the prompt.
+        free_at: when it has sent what others have been told to fetch from it, as predicted; in the view's clock.
+    """
+
+    name: str
+    tokens: int
+    free_at: float = -inf
+
+
 class Demand(Struct, frozen=True, kw_only=True):
     """A sequence that needs a place.
 
@@ -153,10 +170,11 @@ class Demand(Struct, frozen=True, kw_only=True):
         hits: instance -> leading prompt tokens in its cache; other instances have none.
         loads: instance -> tier below its device -> how many of these are to be loaded from there; other instances have
             none.
+        lenders: few of the instances that have most of it on their devices, from whom others can fetch that.
         exclude: instances that it should not be given.
         interrupted: it ran before, on an instance that was lost.
-        brought: instance -> leading prompt tokens that it will have when it has brought what it lacks from elsewhere;
-            only of interrupted ones, and where that is the sooner.
+        brought: instance -> leading prompt tokens that it will have when it has brought what it lacks from elsewhere,
+            where that is the sooner; before it is placed, only of interrupted ones.
         brought_in: instance -> seconds that this takes.
     """
 
@@ -171,6 +189,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     chat: str = ""
     hits: Mapping[str, int] = field(default_factory=dict)
     loads: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    lenders: Sequence[Holder] = ()
     exclude: Set[str] = frozenset()
     interrupted: bool = False
     brought: Mapping[str, int] = field(default_factory=dict)

@@ -7,41 +7,37 @@ In ms from now to the next token, of n tokens of which the instance has h:
     fetch       max(queue, its own loads, transfer of k - h) + prefill(n - k), from a peer that has the first k
     remap       the same, where a failed instance has left them in the instance's KV pool
 
-What is brought comes while others are prefilled, so only the longer of both is waited for.
+What is brought comes while others are prefilled, so only the longer of both is waited for. A transfer is what it takes
+until the first block comes, as measured lately, what others fetch from the same peer before it, and the blocks at the
+measured bandwidth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.sched.cluster.base import Demand, InstanceLoad, Way
+from penstock.sched.cluster.base import Demand, Holder, InstanceLoad, Way
 
-ROUND_TRIPS_MS = 2.0  # until the first block comes, and until it is said that the last one has
-WORTH = 0.8  # of what computing takes, that bringing and computing the rest may take
+ROUND_TRIPS_MS = 2.0  # until the first block comes, and until it is said that the last one has; where not measured
+WORTH = 0.8  # of what computing takes, that bringing and computing the rest may take, both counted from the queue's end
+Prefill = Callable[[int, int], float]  # tokens to compute, tokens before them -> seconds
 
 
-class Holder(NamedTuple):
-    """Somebody who has KV of a prompt.
+def recompute(load: InstanceLoad, now: float, demand: Demand, prefill: Prefill | None = None) -> Way:
+    """With what the instance has itself.
 
-    Attributes:
-        name: of a peer; "" for the KV pool of the instance that is asked about.
-        tokens: leading ones of the prompt.
+    Args:
+        prefill: the instance's `prefill_seconds`, or one that remembers.
     """
-
-    name: str
-    tokens: int
-
-
-def recompute(load: InstanceLoad, now: float, demand: Demand) -> Way:
-    """With what the instance has itself."""
     cached = min(demand.hits.get(load.name, 0), demand.prompt_tokens - 1)
-    ms = _ms(load, now, demand, cached, 0.0)
+    ms = _ms(load, now, demand, cached, 0.0, prefill)
     return Way(how="recompute", source="", tokens=cached, bring_ms=0.0, ms=ms, recompute_ms=ms)
 
 
-def bring(load: InstanceLoad, now: float, demand: Demand, holder: Holder, instead: Way) -> Way:
+def bring(
+    load: InstanceLoad, now: float, demand: Demand, holder: Holder, instead: Way, prefill: Prefill | None = None
+) -> Way:
     """From one holder.
 
     Args:
@@ -49,30 +45,67 @@ def bring(load: InstanceLoad, now: float, demand: Demand, holder: Holder, instea
     """
     tokens = min(holder.tokens, (demand.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
     blocks = max(0, tokens - instead.tokens) // BLOCK_TOKENS
-    measured = load.fetch_ms if holder.name else None  # a remapped block does not pass through a transport
-    each = load.times.load_ms(BLOCK_TOKENS) if measured is None else measured
-    bring_ms = ROUND_TRIPS_MS + blocks * each
+    wait = ROUND_TRIPS_MS
+    if holder.name:
+        wait = (ROUND_TRIPS_MS if load.fetch_wait_ms is None else load.fetch_wait_ms) + max(
+            0.0, (holder.free_at - now) * 1e3
+        )
+    bring_ms = wait + blocks * block_ms(load, holder)
     return Way(
         how="fetch" if holder.name else "remap",
         source=holder.name,
         tokens=max(tokens, instead.tokens),
         bring_ms=bring_ms,
-        ms=_ms(load, now, demand, max(tokens, instead.tokens), bring_ms),
+        ms=_ms(load, now, demand, max(tokens, instead.tokens), bring_ms, prefill),
         recompute_ms=instead.ms,
     )
 
 
-def cheapest(load: InstanceLoad, now: float, demand: Demand, holders: Iterable[Holder]) -> Way:
+def block_ms(load: InstanceLoad, holder: Holder) -> float:
+    """Of one block from there."""
+    measured = load.fetch_ms if holder.name else None  # a remapped block does not pass through a transport
+    return load.times.load_ms(BLOCK_TOKENS) if measured is None else measured
+
+
+def cheapest(
+    load: InstanceLoad, now: float, demand: Demand, holders: Iterable[Holder], prefill: Prefill | None = None
+) -> Way:
     """The way that brings the next token first, if that is clearly earlier than by computing."""
-    computed = recompute(load, now, demand)
-    ways = [bring(load, now, demand, holder, computed) for holder in holders if holder.tokens > computed.tokens]
-    best = min(ways, key=lambda way: (way.ms, way.source), default=computed)
-    return best if best.ms < WORTH * computed.ms else computed
+    computed = recompute(load, now, demand, prefill)
+    ways = [
+        bring(load, now, demand, holder, computed, prefill) for holder in holders if holder.tokens > computed.tokens
+    ]
+    if not ways:
+        return computed
+    best = min(ways, key=lambda way: (way.ms, way.source))
+    queue = (_begins(load, now, demand) - now) * 1e3
+    return best if best.ms - queue < WORTH * (computed.ms - queue) else computed
 
 
-def _ms(load: InstanceLoad, now: float, demand: Demand, cached: int, bring_ms: float) -> float:
-    ready = max(load.begins_at(now, demand), now + bring_ms / 1e3)
-    if demand.offline:
-        ready = max(ready, load.idle_at)
+def fetched(load: InstanceLoad, now: float, demand: Demand, prefill: Prefill | None = None) -> Way | None:
+    """What an instance would fetch from a healthy peer; None where it computes what it lacks, or somebody knows
+    already what it brings (`Demand.brought`)."""
+    if not load.fetches or demand.brought:
+        return None
+    has = demand.hits.get(load.name, 0)
+    holders = [
+        holder
+        for holder in demand.lenders
+        if holder.tokens >= has + BLOCK_TOKENS and holder.name != load.name and holder.name not in load.unlinked
+    ]
+    if not holders:
+        return None
+    way = cheapest(load, now, demand, holders, prefill)
+    return way if way.how == "fetch" else None
+
+
+def _begins(load: InstanceLoad, now: float, demand: Demand) -> float:
+    """When it could begin with what it has itself."""
+    begins = load.begins_at(now, demand)
+    return max(begins, load.idle_at) if demand.offline else begins
+
+
+def _ms(load: InstanceLoad, now: float, demand: Demand, cached: int, bring_ms: float, prefill: Prefill | None) -> float:
+    ready = max(_begins(load, now, demand), now + bring_ms / 1e3)
     tokens = max(1, demand.prompt_tokens - cached)
-    return (ready - now + load.prefill_seconds(tokens, demand.prompt_tokens - tokens)) * 1e3
+    return (ready - now + (prefill or load.prefill_seconds)(tokens, demand.prompt_tokens - tokens)) * 1e3

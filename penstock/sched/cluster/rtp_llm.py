@@ -14,7 +14,8 @@ Not as in the paper:
 - Prompts on one instance are prefilled one after another, so that a prompt's start in equation (1) is the end of the
   one before it.
 - `rtp_llm` weighs in milliseconds, as RTP-LLM's public code does; `rtp_llm_score` is the paper's equation (2). What it
-  counts as remote is known to be on another instance or below the device; only the latter is loaded.
+  counts as remote is what an instance would load from below its device or fetch from another one: where that takes
+  longer than computing, it counts nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
 from penstock.sched.cluster.columns import Column, QueueColumns
+from penstock.sched.cluster.reuse import fetched
 from penstock.sched.cluster.stages import prefillers, takers, why
 
 KEPT = 65536  # conversations
@@ -98,7 +100,7 @@ class Offer:
         wait: until it begins to prefill.
         saved: by its cache.
         hit: tokens in that, of which `local` are on its device.
-        remote: tokens after the local ones that are below its device or on another instance.
+        remote: tokens after the local ones that it loads from below its device, or fetches from another instance.
     """
 
     instance: InstanceLoad
@@ -276,8 +278,11 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     prefill = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0
     local = hit - min(hit, loaded)
-    known = max(hit, min(max(demand.hits.values(), default=0), demand.prompt_tokens - 1))
-    return Offer(instance, wait, prefill, saved, hit, local, known - local)
+    if demand.lenders and (way := fetched(instance, view.now, demand)) is not None:
+        wait = max(wait, way.bring_ms)
+        prefill = instance.prefill_seconds(demand.prompt_tokens - way.tokens, way.tokens) * 1e3
+        return Offer(instance, wait, prefill, saved, hit, local, way.tokens - local)
+    return Offer(instance, wait, prefill, saved, hit, local, hit - local)
 
 
 def _holder(offers: Sequence[Offer], name: str) -> Offer | None:

@@ -18,7 +18,7 @@ from operator import attrgetter, is_
 from typing import NamedTuple
 
 from penstock.sched.cluster.base import ClusterView, Demand, Key
-from penstock.sched.cluster.columns import Column
+from penstock.sched.cluster.columns import Column, ViewQueue
 
 MARGIN = 0.9  # of a target that predictions may use up
 PATIENCE = 10.0  # seconds after which a prompt that was given up gets its share
@@ -70,6 +70,7 @@ class SlackOrder:
         self._made_at = -inf
         self._free_at = Column(attrgetter("free_at"))
         self._newest: Demand | None = None
+        self._history: object = None  # of the view's queue; another one where what waits is known better
         self._waiting: dict[Key, _Hopeful] = {}
         self._taken: list[Demand] = []  # since that was compared with the queue
         self._hits = 0  # of these, how many are in a cache
@@ -83,6 +84,7 @@ class SlackOrder:
     def are_stale(self, view: ClusterView) -> bool:
         """Whether the queue is another than it was, or has waited."""
         same = len(view.queue) == self._count and view.queue[-1] == self._newest
+        same = same and _history(view) is self._history
         return not same or view.now - self._made_at >= RETHINK
 
     def of(self, view: ClusterView) -> list[Demand]:
@@ -125,11 +127,13 @@ class SlackOrder:
         taken, self._taken = self._taken, []
         # decisions that are only tried, not carried out, leave those in the queue whom they take
         in_vain = any(any(map(is_, view.queue, repeat(demand))) for demand in taken)
-        if in_vain or len(self._waiting) + len(come) != len(view.queue):
+        renewed, self._history = _history(view) is not self._history, _history(view)
+        if in_vain or renewed or len(self._waiting) + len(come) != len(view.queue):
             present = {demand.key: demand for demand in view.queue}
             for key, entry in list(self._waiting.items()):
                 if present.get(key) is not entry.demand:
                     self._leave(key)
+                    self._seconds.pop(key, None)
             self._seconds = {key: seconds for key, seconds in self._seconds.items() if key in present}
             come = [demand for demand in reversed(view.queue) if demand.key not in self._waiting]
         for demand in reversed(come):
@@ -237,6 +241,11 @@ def _read_seconds(view: ClusterView, demand: Demand) -> float:
     """That its prompt makes the queue longer, at the best."""
     hit = max(demand.hits.values(), default=0)
     return view.instances[0].queued_seconds(max(1, demand.prompt_tokens - hit), hit)
+
+
+def _history(view: ClusterView) -> object:
+    """The same for as long as nothing but arrivals and departures has changed the queue."""
+    return view.queue.history if isinstance(view.queue, ViewQueue) else None
 
 
 def _patience(demand: Demand) -> float:

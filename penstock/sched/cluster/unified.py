@@ -50,6 +50,7 @@ from penstock.sched.cluster.base import (
 )
 from penstock.sched.cluster.columns import Column, Places
 from penstock.sched.cluster.headroom import Headrooms, headroom, needed
+from penstock.sched.cluster.reuse import fetched
 from penstock.sched.cluster.rtp_llm import returns
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
@@ -123,6 +124,7 @@ class Unified:
         best = (back or offer).instance
         if best.free_at - view.now >= AHEAD:
             return None
+        # what is fetched evicts as much as what is computed
         self._turnover.note(view.now, best.name, demand.prompt_tokens, demand.to_compute(best.name))
         others = able if barred is None else [i for i in able if i.name != barred]
         decode, decode_costs = _home(view, demand, best, others)
@@ -145,16 +147,19 @@ class Unified:
     def _offer(self, view: ClusterView, demand: Demand, instance: InstanceLoad) -> _Offer:
         compute = demand.to_compute(instance.name)
         prefiller = self._prefiller(instance)
-        alone = prefiller.alone(compute, demand.prompt_tokens - compute)
-        begins = instance.begins_at(view.now, demand)
+        alone = new = prefiller.alone(compute, demand.prompt_tokens - compute)
+        begins, source = instance.begins_at(view.now, demand), ""
+        if demand.lenders and (way := fetched(instance, view.now, demand, prefiller.alone)) is not None:
+            alone = prefiller.alone(demand.prompt_tokens - way.tokens, way.tokens)
+            begins, source = max(begins, view.now + way.bring_ms / 1e3), way.source
         done = begins + prefiller.paced(alone, demand.tpot)
-        # prefilling delays others, and evicts prefixes that they would have found: both count
+        # prefilling delays others, and what is new evicts prefixes that they would have found: both count
         # when the deadline allows waiting
         saving = min(SAVING, 1 + len(view.queue) / len(view.instances))
-        weight = saving + self._turnover.cost(instance.name, len(view.instances))
-        weight += DEARER if instance.role == "decode" else 0.0
+        saving += DEARER if instance.role == "decode" else 0.0
         late = done > demand.arrived + demand.ttft * MARGIN
-        return _Offer(instance, begins, alone, done, late, done if late else done + weight * alone)
+        more = saving * alone + self._turnover.cost(instance.name, len(view.instances)) * new
+        return _Offer(instance, begins, alone, done, late, done if late else done + more, source)
 
     def migrate(self, view: ClusterView, prefilled: Sequence[Resident]) -> Migration | Later:
         """The first of them: where it is, if that keeps its pace by now, else where steps stay shortest."""
@@ -237,6 +242,7 @@ class _Offer(NamedTuple):
         done: when it is prefilled, so that the instance keeps its pace.
         late: that is after its deadline, less the margin.
         cost: `done`, and what else counts, in seconds.
+        source: from whom it would fetch what it has not got; "" where it computes that.
     """
 
     instance: InstanceLoad
@@ -245,6 +251,7 @@ class _Offer(NamedTuple):
     done: float
     late: bool
     cost: float
+    source: str = ""
 
 
 def _rank(offer: _Offer) -> tuple[bool, float]:
@@ -259,7 +266,8 @@ def _holder(view: ClusterView, demand: Demand, offers: Sequence[_Offer], best: _
     there = hits.get(holder.instance.name, 0)
     if holder is best or there <= hits.get(best.instance.name, 0) or (holder.late and not best.late):
         return None
-    reload = holder.instance.prefill_seconds(demand.prompt_tokens) - holder.alone
+    again = best.alone if best.source else holder.instance.prefill_seconds(demand.prompt_tokens)
+    reload = again - holder.alone  # next to nothing where it is fetched
     pays = returns(holder.begins - view.now, best.done - view.now, max(0.0, reload))
     return holder if pays else None
 

@@ -5,7 +5,8 @@ A prompt goes to the prefiller (role P) with the earliest first token; where tha
 decodes where it was prefilled if that keeps its target, else on the decoder with the fewest tokens.
 
 The first token's time is estimated from the cache (section 3.4): for each candidate how much of the prompt it has, when
-what of that lies below its device is loaded and the prompts before are prefilled, and what computing the rest takes.
+what of that lies below its device is loaded and the prompts before are prefilled, and what computing the rest takes; or
+when what another instance has more of has come from there, where that is sooner (step 3: `reuse.fetched`).
 
 "Late" is when the first token is predicted after its target, or has come after it lately (`misses`).
 
@@ -46,6 +47,7 @@ from penstock.sched.cluster.elastic_roles import (
     step_seconds,
     turning,
 )
+from penstock.sched.cluster.reuse import fetched
 from penstock.sched.cluster.stages import hands_over, prefillers, takers, why
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
@@ -212,6 +214,8 @@ def _by_ttft(prefiller: _Prefiller) -> float:
 
 def _ttft(view: ClusterView, demand: Demand, instance: InstanceLoad) -> float:
     """Predicted seconds from the client's arrival to the first token."""
+    if demand.lenders and (way := fetched(instance, view.now, demand)) is not None:
+        return view.now - demand.arrived + way.ms / 1e3
     tokens = demand.to_compute(instance.name)
     wait = instance.begins_at(view.now, demand) - view.now
     return view.now - demand.arrived + wait + instance.prefill_seconds(tokens, demand.prompt_tokens - tokens)

@@ -20,9 +20,13 @@ from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingM
 from penstock.sched.local.scheduler import Scheduler
 from penstock.sched.local.sequence import Sequence, WantedBlock
 
-PATIENCE, GRACE = 4.0, 0.5  # a fetch may take so many times what was predicted, and so many seconds more
+# a fetch may take so many times what was predicted, or as long as computing would be no sooner, whichever is less, and
+# so many seconds more
+PATIENCE, GRACE = 4.0, 0.5
 RETRIES = 20  # in a lease: how often blocks that do not come are asked for
-SMOOTH = 0.3  # weight of the newest fetch in the mean time of a block
+SMOOTH = 0.3  # weight of the newest fetch in the mean times
+REMEMBERED = 60.0  # seconds for which these count: where fetches are believed to be slow, there are none to measure
+LENT = 0.25  # of an instance's blocks that others may be reading at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,7 @@ class _Fetch:
         wanted: of the prefix, each pinned.
         lacking: places in `wanted` of those that are to come.
         lent: how many of the first of `wanted` the peer has; None before it said so.
+        answered: when it first said so, or sent something.
         pulling, arrived: places of those that are under way, and that came and could be believed.
     """
 
@@ -45,6 +50,7 @@ class _Fetch:
     deadline: float
     retry_at: float
     lent: int | None = None
+    answered: float | None = None
     pulling: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
 
@@ -71,7 +77,8 @@ class FetchSide:
         orphans: blocks that failed instances have left; None where there is no such place.
 
     Attributes:
-        block_ms: of one block from a peer, a recent mean; None before there is one.
+        block_ms: of one block from a peer, a recent mean, and wait_ms until the first of them came; None while there is
+            none.
         fetched_blocks, remapped_blocks: that came from peers and from the KV pool, since the start.
     """
 
@@ -79,6 +86,7 @@ class FetchSide:
         self, scheduler: Scheduler, transport: HandoffTransport, host: Host, lease: float, orphans: Orphans | None
     ) -> None:
         self.block_ms: float | None = None
+        self.wait_ms: float | None = None
         self.fetched_blocks = self.remapped_blocks = 0
         self._scheduler = scheduler
         self._transport = transport
@@ -86,6 +94,8 @@ class FetchSide:
         self._lease = lease
         self._orphans = orphans
         self._now = 0.0
+        self._measured = -inf  # when the newest fetch was over
+        self._took = self._came = 0.0  # ms and blocks of the latest, after their answers
         self._fetches: dict[str, _Fetch] = {}
         self._pulls: dict[int, tuple[_Fetch, int]] = {}  # handle of the transport -> whose block it is, and its place
         self._remaps: dict[int, tuple[_Fetch, list[int]]] = {}  # the same of `orphans`, with places
@@ -107,7 +117,7 @@ class FetchSide:
             self._host.fetched(request_id, 0, 0.0)
             return
         lacking = [place for place, each in enumerate(wanted) if not self._is_cached(each)]
-        due = now + min(self._lease, PATIENCE * source.ms / 1e3 + GRACE)
+        due = now + min(self._lease, min(PATIENCE * source.ms, source.worth_ms) / 1e3 + GRACE)
         fetch = _Fetch(
             Lease(request_id, generation, FETCH), source.peer, sequence, wanted, lacking, now, due, now + self._pause
         )
@@ -129,6 +139,9 @@ class FetchSide:
 
     def tick(self, now: float) -> None:
         self._now = now
+        if now > self._measured + REMEMBERED:
+            self.block_ms = self.wait_ms = None
+            self._took = self._came = 0.0
         for fetch in list(self._fetches.values()):
             if now >= fetch.deadline:
                 self._end(now, fetch, "it takes too long")
@@ -165,6 +178,7 @@ class FetchSide:
     def on_lent(self, now: float, peer: Peer, message: Lent) -> None:
         fetch = self._of(message.lease, peer)
         if fetch is not None:
+            self._answered(now, fetch)
             fetch.lent = min(message.have, len(fetch.wanted))
             if fetch.complete:
                 self._end(now, fetch, "")
@@ -174,6 +188,8 @@ class FetchSide:
         if fetch is None:
             self._transport.send(message.peer, Release(push.lease, "not known, or over"))
             return
+        self._answered(now, fetch)
+        fetch.retry_at = now + self._pause  # the others are on their way
         place = push.index
         if place not in fetch.lacking or place in fetch.pulling or place in fetch.arrived:
             return
@@ -210,6 +226,20 @@ class FetchSide:
 
     def _is_open(self, fetch: _Fetch) -> bool:
         return self._fetches.get(fetch.lease.request_id) is fetch
+
+    @staticmethod
+    def _answered(now: float, fetch: _Fetch) -> None:
+        fetch.answered = now if fetch.answered is None else fetch.answered
+
+    def _measure(self, now: float, fetch: _Fetch, came: int) -> None:
+        """Of one that is over. Without an answer it has taken as long as that at least."""
+        self._measured = now
+        answered = now if fetch.answered is None else fetch.answered
+        self.wait_ms = _mean(self.wait_ms, (answered - fetch.began) * 1e3)
+        if fetch.answered is not None and (came or fetch.lent):
+            self._took = (1 - SMOOTH) * self._took + (now - answered) * 1e3
+            self._came = (1 - SMOOTH) * self._came + max(1, came)
+            self.block_ms = self._took / self._came  # long fetches say more of it
 
     def _is_cached(self, wanted: WantedBlock) -> bool:
         return self._scheduler.pool.match([wanted.key]) == [wanted.block]
@@ -269,9 +299,8 @@ class FetchSide:
         good = fetch.good
         self._scheduler.kv.take_over(fetch.wanted, good, busy)
         came = len([place for place in fetch.arrived if place < good])
-        if came and not busy and fetch.peer is not None:
-            each = (now - fetch.began) * 1e3 / came
-            self.block_ms = each if self.block_ms is None else self.block_ms + SMOOTH * (each - self.block_ms)
+        if fetch.peer is not None and (now >= fetch.deadline or (fetch.answered is not None and not busy)):
+            self._measure(now, fetch, came)
         if fetch.peer is not None and tell:
             self._transport.send(fetch.peer, Release(fetch.lease, reason))
         if self._scheduler.awaits(fetch.sequence):
@@ -297,6 +326,10 @@ class FetchSide:
         pulls = (*self._pulls.values(), *remaps)
         closed = [fetch.wanted[place].block for fetch, place in pulls if not self._is_open(fetch)]
         return [block for block in (*opened, *closed) if block is not None]
+
+
+def _mean(before: float | None, newest: float) -> float:
+    return newest if before is None else before + SMOOTH * (newest - before)
 
 
 @dataclass(slots=True, eq=False)
@@ -329,7 +362,8 @@ class LendSide:
         name = message.lease, peer.name, peer.incarnation
         loan = self._loans.get(name)
         if loan is None:
-            loan = self._loans[name] = _Loan(peer, self._scheduler.pool.match(message.keys), inf)
+            room = int(LENT * self._scheduler.pool.num_blocks) - sum(len(loan.blocks) for loan in self._loans.values())
+            loan = self._loans[name] = _Loan(peer, self._scheduler.pool.match(message.keys)[: max(0, room)], inf)
             self._scheduler.kv.pin(loan.blocks)
         loan.deadline = now + self._lease
         self._transport.send(peer, Lent(message.lease, len(loan.blocks)))
