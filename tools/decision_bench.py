@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.sched.cluster import DISPATCH, ClusterView, Decision, Demand, InstanceLoad, Instances, Later, Rates
+from penstock.sched.cluster.base import Holder
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 DECISIONS = 300  # that are measured of each policy
@@ -95,6 +96,7 @@ def _load(name: str, rng: random.Random, now: float) -> InstanceLoad:
         idle_at=now + 0.03 * prefilling,
         ttft=1.0,
         tpot=0.05,
+        fetches=True,
     )
 
 
@@ -108,7 +110,10 @@ def _demand(number: int, loads: Sequence[InstanceLoad], rng: random.Random, now:
         tpot=0.05,
     )
     holders = rng.sample(range(len(loads)), min(HITS, len(loads)))
-    return replace(demand, hits={loads[holder].name: 64 * rng.randrange(1, 5) for holder in holders})
+    hits = {loads[holder].name: 64 * rng.randrange(1, 5) for holder in holders}
+    most = max(hits.values())
+    lenders = [Holder(name, tokens) for name, tokens in hits.items() if tokens == most]
+    return replace(demand, hits=hits, lenders=lenders[:2])
 
 
 if __name__ == "__main__":

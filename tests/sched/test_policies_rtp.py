@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Decision, Later, Rates, fitting
+from penstock.sched.cluster.base import Holder
 from penstock.sched.cluster.rtp_llm import (
     BAND_MS,
     BETA,
@@ -278,12 +279,19 @@ def test_the_score_weighs_shares_and_not_milliseconds():
 
 
 @pytest.mark.parametrize(("hits", "loads", "goes"), [(60, 0, "holder"), (60, 60, "idle"), (10, 0, "idle")])
-def test_what_is_elsewhere_counts_for_everybody_but_less(hits, loads, goes):
-    """All can pull what the holder has: what the holder gains by it is (alpha - beta) times its share."""
-    one = demand("r", 100, hits={"holder": hits}, loads={"holder": {"host": loads}} if loads else {})
-    instances = [busy("holder", 0.02), instance("idle"), busy("slow", 0.1)]
+def test_what_is_elsewhere_counts_for_who_would_fetch_it_but_less(hits, loads, goes):
+    """What the holder gains by it is (alpha - beta) times its share."""
+    hits, loads = 64 * hits, 64 * loads
+    known = {"hits": {"holder": hits}, "lenders": [Holder("holder", hits)]}
+    known |= {"loads": {"holder": {"host": loads}}} if loads else {}
+    one, idle = demand("r", 6400, **known), instance("idle", fetches=True, fetch_ms=0.01)
+    instances = [busy("holder", 0.04), idle, busy("slow", 0.1)]
     decision = decide(instances, one, policy=make_rtp_llm_score())
     assert decision.prefill == goes
-    costs = decide([instance("idle"), instance("holder")], one, policy=make_rtp_llm_score()).costs["prefill"]
-    nothing = decide([instance("idle")], demand("r", 100), policy=make_rtp_llm_score()).costs["prefill"]
-    assert costs["idle"] == pytest.approx(nothing["idle"] - BETA * hits / 100, abs=0.05)
+    costs = decide([idle, instance("holder")], one, policy=make_rtp_llm_score()).costs["prefill"]
+    nothing = decide([idle], demand("r", 6400), policy=make_rtp_llm_score()).costs["prefill"]
+    if not loads:  # else the holder takes longest
+        assert costs["idle"] == pytest.approx(nothing["idle"] - BETA * hits / 6400, abs=0.05)
+    slow = instance("idle", fetches=True, fetch_ms=1e3)
+    costs = decide([slow, instance("holder")], one, policy=make_rtp_llm_score()).costs["prefill"]
+    assert costs["idle"] == pytest.approx(nothing["idle"])

@@ -11,7 +11,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster import ClusterView, Decision, Rates
 from penstock.sched.cluster.base import Holder
 from penstock.sched.cluster.reuse import ROUND_TRIPS_MS, WORTH, bring, cheapest, fetched, recompute
-from penstock.sched.cluster.rtp_llm import _offer, by_score, make_rtp_llm
+from penstock.sched.cluster.rtp_llm import _fetching, _offer, by_score, make_rtp_llm
 from penstock.sched.cluster.unified import Unified
 from penstock.sched.cluster.xllm import make_xllm
 from penstock.sched.steptime import StepTime
@@ -50,16 +50,17 @@ def test_the_cheapest_way(prompt, hit, holders, queue, offline, fetch_ms, times)
             each = fetch_ms if holder.name and fetch_ms is not None else times.load_ms(BLOCK_TOKENS)
             takes = ROUND_TRIPS_MS + max(0, reached - there) // BLOCK_TOKENS * each
             kept = max(reached, there)
-            ms = max(takes, wait * 1e3) + load.prefill_seconds(prompt - kept, kept) * 1e3
-            ways[holder] = ms
+            rest = load.prefill_seconds(prompt - kept, kept) * 1e3
+            ms = max(takes, wait * 1e3) + rest
+            ways[holder] = ms, max(0.0, takes - wait * 1e3), computed.ms - wait * 1e3 - rest
             assert bring(load, NOW, one, holder, computed).ms == pytest.approx(ms)
-    least = min(ways.values(), default=computed.ms)
+    least, waits, saved = min(ways.values(), default=(computed.ms, 0.0, 0.0))
     if best.how == "recompute":
         assert best == computed
-        assert least - wait * 1e3 >= WORTH * (computed.ms - wait * 1e3) * (1 - 1e-9)
+        assert waits >= WORTH * saved - 1e-6
     else:
         assert best.ms == pytest.approx(least)
-        assert best.ms - wait * 1e3 < WORTH * (computed.ms - wait * 1e3) * (1 + 1e-9)
+        assert waits < WORTH * saved + 1e-6
         assert best.recompute_ms == computed.ms
         assert best.how == ("fetch" if best.source else "remap")
         assert there < best.tokens < prompt
@@ -161,7 +162,7 @@ def test_what_is_remote_in_the_score_is_what_would_be_fetched_or_loaded():
     view = ClusterView(now=NOW, instances=[], queue=())
     one = asked(loads={"holder": {"host": 6400}})
     offers = {
-        i.name: _offer(view, one, i)
+        i.name: _fetching(view, one, _offer(view, one, i))
         for i in (
             instance("holder", fetches=True),
             instance("able", fetches=True),

@@ -20,7 +20,8 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import Demand, Holder, InstanceLoad, Way
 
 ROUND_TRIPS_MS = 2.0  # until the first block comes, and until it is said that the last one has; where not measured
-WORTH = 0.8  # of what computing takes, that bringing and computing the rest may take, both counted from the queue's end
+WORTH = 0.8  # of what computing some tokens takes, that may be waited for, beyond the queue, until they are brought
+FETCHERS = 8  # candidates that are asked what they would fetch: the best without that, as it gains all about the same
 Prefill = Callable[[int, int], float]  # tokens to compute, tokens before them -> seconds
 
 
@@ -70,7 +71,7 @@ def block_ms(load: InstanceLoad, holder: Holder) -> float:
 def cheapest(
     load: InstanceLoad, now: float, demand: Demand, holders: Iterable[Holder], prefill: Prefill | None = None
 ) -> Way:
-    """The way that brings the next token first, if that is clearly earlier than by computing."""
+    """The way that brings the next token first, if what is waited for is clearly less than what is not computed."""
     computed = recompute(load, now, demand, prefill)
     ways = [
         bring(load, now, demand, holder, computed, prefill) for holder in holders if holder.tokens > computed.tokens
@@ -79,7 +80,9 @@ def cheapest(
         return computed
     best = min(ways, key=lambda way: (way.ms, way.source))
     queue = (_begins(load, now, demand) - now) * 1e3
-    return best if best.ms - queue < WORTH * (computed.ms - queue) else computed
+    begins = max(queue, best.bring_ms)
+    saved = computed.ms - queue - (best.ms - begins)
+    return best if begins - queue < WORTH * saved else computed
 
 
 def fetched(load: InstanceLoad, now: float, demand: Demand, prefill: Prefill | None = None) -> Way | None:

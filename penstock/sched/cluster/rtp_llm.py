@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from math import inf
 from operator import attrgetter
@@ -32,7 +32,7 @@ import numpy as np
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Decision, Demand, InstanceLoad, Key, Later, Random, Stage
 from penstock.sched.cluster.columns import Column, QueueColumns
-from penstock.sched.cluster.reuse import fetched
+from penstock.sched.cluster.reuse import FETCHERS, fetched
 from penstock.sched.cluster.stages import prefillers, takers, why
 
 KEPT = 65536  # conversations
@@ -265,6 +265,9 @@ class RtpLlm:
         if not offering:
             offering = [i for i in able if i.peers or _has_room(i, demand, output)][:COMPARED]
         offers = [_offer(view, demand, i) for i in offering]
+        if demand.lenders:
+            for place in nsmallest(FETCHERS, range(len(offers)), key=lambda place: offers[place].cost):
+                offers[place] = _fetching(view, demand, offers[place])
         cool = [o for o in offers if o.wait <= max(HOT * mean, o.saved + BAND_MS)]
         return cool or offers
 
@@ -278,11 +281,16 @@ def _offer(view: ClusterView, demand: Demand, instance: InstanceLoad) -> Offer:
     prefill = instance.prefill_seconds(tokens, hit) * 1e3
     saved = instance.prefill_seconds(demand.prompt_tokens) * 1e3 - prefill if hit else 0.0
     local = hit - min(hit, loaded)
-    if demand.lenders and (way := fetched(instance, view.now, demand)) is not None:
-        wait = max(wait, way.bring_ms)
-        prefill = instance.prefill_seconds(demand.prompt_tokens - way.tokens, way.tokens) * 1e3
-        return Offer(instance, wait, prefill, saved, hit, local, way.tokens - local)
     return Offer(instance, wait, prefill, saved, hit, local, hit - local)
+
+
+def _fetching(view: ClusterView, demand: Demand, offer: Offer) -> Offer:
+    """The same, if it fetches what others have more of, where that pays."""
+    instance = offer.instance
+    if (way := fetched(instance, view.now, demand)) is None:
+        return offer
+    prefill = instance.prefill_seconds(demand.prompt_tokens - way.tokens, way.tokens) * 1e3
+    return replace(offer, wait=max(offer.wait, way.bring_ms), prefill=prefill, remote=way.tokens - offer.local)
 
 
 def _holder(offers: Sequence[Offer], name: str) -> Offer | None:

@@ -50,7 +50,7 @@ from penstock.sched.cluster.base import (
 )
 from penstock.sched.cluster.columns import Column, Places
 from penstock.sched.cluster.headroom import Headrooms, headroom, needed
-from penstock.sched.cluster.reuse import fetched
+from penstock.sched.cluster.reuse import FETCHERS, fetched
 from penstock.sched.cluster.rtp_llm import returns
 from penstock.sched.cluster.slack_order import MARGIN, SlackOrder
 from penstock.sched.cluster.turnover import Turnover
@@ -119,6 +119,9 @@ class Unified:
         offers = [self._offer(view, demand, i) for i in self._compared(view, demand, able) if i.name != barred]
         if not offers:
             return None
+        if demand.lenders:
+            for place in nsmallest(FETCHERS, range(len(offers)), key=lambda place: _rank(offers[place])):
+                offers[place] = self._fetching(view, demand, offers[place])
         offer = min(offers, key=_rank)
         back = _holder(view, demand, offers, offer) if demand.chat else None
         best = (back or offer).instance
@@ -146,13 +149,34 @@ class Unified:
 
     def _offer(self, view: ClusterView, demand: Demand, instance: InstanceLoad) -> _Offer:
         compute = demand.to_compute(instance.name)
-        prefiller = self._prefiller(instance)
-        alone = new = prefiller.alone(compute, demand.prompt_tokens - compute)
-        begins, source = instance.begins_at(view.now, demand), ""
-        if demand.lenders and (way := fetched(instance, view.now, demand, prefiller.alone)) is not None:
-            alone = prefiller.alone(demand.prompt_tokens - way.tokens, way.tokens)
-            begins, source = max(begins, view.now + way.bring_ms / 1e3), way.source
-        done = begins + prefiller.paced(alone, demand.tpot)
+        alone = self._prefiller(instance).alone(compute, demand.prompt_tokens - compute)
+        return self._offered(view, demand, instance, instance.begins_at(view.now, demand), alone, alone)
+
+    def _fetching(self, view: ClusterView, demand: Demand, offer: _Offer) -> _Offer:
+        """The same, if it fetches what others have more of, where that pays."""
+        prefiller = self._prefiller(offer.instance)
+        way = fetched(offer.instance, view.now, demand, prefiller.alone)
+        if way is None:
+            return offer
+        alone = prefiller.alone(demand.prompt_tokens - way.tokens, way.tokens)
+        begins = max(offer.begins, view.now + way.bring_ms / 1e3)
+        return self._offered(view, demand, offer.instance, begins, alone, offer.alone, way.source)
+
+    def _offered(
+        self,
+        view: ClusterView,
+        demand: Demand,
+        instance: InstanceLoad,
+        begins: float,
+        alone: float,
+        new: float,
+        source: str = "",
+    ) -> _Offer:
+        """
+        Args:
+            alone: seconds to prefill it; `new`: as if all that is new to its cache were computed.
+        """
+        done = begins + self._prefiller(instance).paced(alone, demand.tpot)
         # prefilling delays others, and what is new evicts prefixes that they would have found: both count
         # when the deadline allows waiting
         saving = min(SAVING, 1 + len(view.queue) / len(view.instances))

@@ -47,7 +47,7 @@ from penstock.sched.cluster.elastic_roles import (
     step_seconds,
     turning,
 )
-from penstock.sched.cluster.reuse import fetched
+from penstock.sched.cluster.reuse import FETCHERS, fetched
 from penstock.sched.cluster.stages import hands_over, prefillers, takers, why
 
 COMPARED = 16  # candidates that are looked at closely: those with the least to do
@@ -204,6 +204,11 @@ def _soonest(
         holders = [i for i in candidates if i.name in demand.hits and i.name not in known]
         compared += nsmallest(COMPARED, holders, key=lambda i: (-demand.hits[i.name], i.load_seconds(demand)))
     found = [_Prefiller(i, _ttft(view, demand, i), help) for i in compared]
+    if demand.lenders:
+        for place in nsmallest(FETCHERS, range(len(found)), key=lambda place: found[place].ttft):
+            instance = found[place].instance
+            if (way := fetched(instance, view.now, demand)) is not None:
+                found[place] = _Prefiller(instance, view.now - demand.arrived + way.ms / 1e3, help)
     costs.update((prefiller.instance.name, prefiller.ttft * 1e3) for prefiller in found)
     return min(found, key=_by_ttft)
 
@@ -214,8 +219,6 @@ def _by_ttft(prefiller: _Prefiller) -> float:
 
 def _ttft(view: ClusterView, demand: Demand, instance: InstanceLoad) -> float:
     """Predicted seconds from the client's arrival to the first token."""
-    if demand.lenders and (way := fetched(instance, view.now, demand)) is not None:
-        return view.now - demand.arrived + way.ms / 1e3
     tokens = demand.to_compute(instance.name)
     wait = instance.begins_at(view.now, demand) - view.now
     return view.now - demand.arrived + wait + instance.prefill_seconds(tokens, demand.prompt_tokens - tokens)
