@@ -266,7 +266,8 @@ class EngineServer:
         self._changed |= news
         self._deltas.hurries |= news
         if ends and self._clock.now() - self._snapshot_at >= SOONER:
-            self._tell_masters(self._clock.now())  # whoever has the answer may go on with it at once
+            # whoever has the answer may go on with it at once
+            self._tell_masters(self._clock.now(), hurry=True)
         self._report(step.outputs, step.tokens)
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
@@ -425,11 +426,11 @@ class EngineServer:
         for client, own in theirs.items():
             self._send(client, StepReport(self._incarnation, own, stats, step_tokens))
 
-    def _tell_masters(self, now: float) -> None:
-        """Send masters the load when it changed or is due, and the cache's deltas when they are."""
+    def _tell_masters(self, now: float, hurry: bool = False) -> None:
+        """Send masters the load when it changed or is due, and the cache's deltas when they are, or at once."""
         self._snapshot_at, self._changed = now, False
         logs, taken = self._engine.cache_logs, []
-        if now >= self._deltas.due(logs.values()):
+        if hurry or now >= self._deltas.due(logs.values()):
             self._deltas.told(now)
             each = logs.items()
             taken = [(tier, kept.sequence, changes) for tier, kept in each if (changes := kept.take()) is not None]

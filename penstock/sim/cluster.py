@@ -67,7 +67,7 @@ from penstock.sim.hosts import Hosts
 from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
-from penstock.sim.store import SharedTier
+from penstock.sim.store import SimStore
 from penstock.sim.wires import MemoryCarrier, Orphan, PeerArrival, SharedOrphans, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -134,7 +134,7 @@ class Cluster:
         self.places = make_slots(groups, scenario.scaling)
         self._hosts = Hosts(scenario.scaling, self.places)
         remote = max(group.remote_blocks for group in groups)
-        self._store = SharedTier(remote) if remote else None
+        self._store = SimStore(remote) if remote else None
         self._depot: Depot | None = None
         self._restarts: dict[str, float] = {}  # seconds that one for slowness takes, where it is not RESTART
         self._orphans: dict[str, dict[bytes, Orphan]] = {}  # what failed instances have left there, by key

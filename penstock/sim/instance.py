@@ -48,7 +48,7 @@ from penstock.sched.local.offload import Store
 from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
-from penstock.sim.store import SharedTier
+from penstock.sim.store import SimStore
 from penstock.sim.traffic import STOP, own_token
 from penstock.sim.wires import LoadedBlocks, MemoryCarrier, PeerArrival, RemappedBlocks, SharedOrphans, TierWay
 
@@ -437,7 +437,7 @@ class SimInstance:
     def _leave_store(self) -> None:
         """It has failed: what it was about to write is not there, and nobody reads for it."""
         offload = self.scheduler.offload
-        shared = [lane.tier for lane in self._lanes if isinstance(lane.tier, SharedTier)]
+        shared = [lane.tier for lane in self._lanes if isinstance(lane.tier, SimStore)]
         if offload is None or not shared:
             return
         for order in offload.take_orders():
@@ -480,7 +480,7 @@ class SimInstance:
         self._tell_cache(now, "device", [p.key for p in added if p.told], removed)
         for lane in self._lanes:
             tier = lane.tier
-            changes = tier.changes_of(self.name) if isinstance(tier, SharedTier) else tier.take_changes()
+            changes = tier.changes_of(self.name) if isinstance(tier, SimStore) else tier.take_changes()
             self._tell_cache(now, lane.name, *changes)
 
     def _next_snapshot(self) -> Snapshot:
@@ -499,7 +499,7 @@ class SimInstance:
         found = {"device": self.scheduler.pool.keys()}
         for lane in self._lanes:
             tier = lane.tier
-            if isinstance(tier, SharedTier):
+            if isinstance(tier, SimStore):
                 tier.changes_of(self.name)
                 found[lane.name] = tier.keys_of(self.name)
             else:

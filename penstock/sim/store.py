@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.kv.tier import Tier
 
 
-class SharedTier(Tier):
+class SimStore(Tier):
     """All instances' tier of this name. What one that ends has put there stays, and another one tells of it."""
 
     def __init__(self, num_slots: int) -> None:

@@ -160,7 +160,7 @@ def test_what_is_fetched_is_worth_it(prompt, held, hit, queue, fetch_ms):
 def test_what_is_remote_in_the_score_is_what_would_be_fetched_or_loaded():
     """RTP-LLM, equation (2)."""
     view = ClusterView(now=NOW, instances=[], queue=())
-    one = asked(loads={"holder": 6400})
+    one = asked(loads={"holder": {"host": 6400}})
     offers = {
         i.name: _fetching(view, one, _offer(view, one, i))
         for i in (
