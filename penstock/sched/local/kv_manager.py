@@ -9,8 +9,7 @@ from operator import attrgetter, gt
 
 from penstock.core.plan import BLOCK_TOKENS, TailCopy
 from penstock.kv.groups import WHOLE, Windows, key_of, keys_of_all, largest_chunk, most_held, parent_of, reach, stand_in
-from penstock.kv.keys import Tail, sampled
-from penstock.kv.pool import BlockPool, Hit, TailHit
+from penstock.kv.pool import BlockPool, Hit, Tail, TailHit, sampled
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, WantedBlock, blocks_for, wanted_blocks
