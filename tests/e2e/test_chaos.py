@@ -249,7 +249,7 @@ def test_a_killed_engine_finds_its_cache_again(alone):
         inspection = chaos.inspect(victim)
         assert inspection.counts["cached_blocks"] == inherited(up, victim, mark)
         for record, body in zip(chaos.run(bodies), bodies, strict=True):
-            assert record.cached_tokens == (len(body["prompt"]) - 1) // 64 * 64
+            assert record.cached_tokens // 64 == (len(body["prompt"]) - 1) // 64
 
 
 @pytest.mark.slow

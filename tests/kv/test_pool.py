@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.kv.keys import KEY_BYTES, Tail, beginning_keys, extend_keys, root_key, sampled
-from penstock.kv.pool import BlockPool, Published, TailHit
+from penstock.kv.keys import KEY_BYTES, extend_keys, root_key
+from penstock.kv.pool import BlockPool, Published, Tail, TailHit, beginning_keys, sampled
 
 
 def test_a_key_names_everything_before_it():
@@ -165,7 +165,7 @@ def tail_of(tokens: list[int], interval: int = 4, parent: bytes = b"p") -> Tail:
 def found(pool: BlockPool, tokens: list[int], interval: int = 4, parent: bytes = b"p") -> tuple[int, int] | None:
     """(tokens of the match, block)."""
     counts = sampled(len(tokens), interval)
-    hit = pool.tails.find(beginning_keys(parent, tokens, 0, counts))
+    hit = pool.tails.find(beginning_keys(parent, tokens, 0, counts)) if counts else None
     return None if hit is None else (counts[hit[0]], hit[1])
 
 

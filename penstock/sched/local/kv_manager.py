@@ -9,8 +9,7 @@ from operator import attrgetter, gt
 
 from penstock.core.plan import BLOCK_TOKENS, TailCopy
 from penstock.kv.groups import WHOLE, Windows, key_of, keys_of_all, largest_chunk, most_held, parent_of, reach, stand_in
-from penstock.kv.keys import Tail, sampled
-from penstock.kv.pool import BlockPool, Hit, TailHit
+from penstock.kv.pool import BlockPool, Hit, Tail, TailHit, sampled
 from penstock.sched.local.limits import Limits
 from penstock.sched.local.offload import MOST_LOADS, Offload
 from penstock.sched.local.sequence import Sequence, WantedBlock, blocks_for, wanted_blocks
@@ -31,6 +30,7 @@ class KVManager:
     Attributes:
         limits: of steps, now.
         windowed: whether any group of layers has a window.
+        copies: for the plan that is being made.
         pinned: how often each block is held for fetches (`sched.local.handoff.fetches`).
     """
 
@@ -48,7 +48,7 @@ class KVManager:
         self._prefix_cache, self._in_flight = prefix_cache, in_flight
         self.windows, self.windowed = windows, windows != (None,) * len(windows)
         self._tail_interval = tail_interval if prefix_cache and windows == WHOLE else 0
-        self._copies: dict[Sequence, TailCopy] = {}  # for the plan that is being made
+        self.copies: dict[Sequence, TailCopy] = {}
         self._copying: dict[int, TailCopy] = {}  # by target, of plans that have not landed
         self.pinned: Counter[int] = Counter()
         self._largest = largest_chunk(windows, limits.max_model_len, pool.num_blocks)
@@ -230,15 +230,13 @@ class KVManager:
         new = [] if exclusive else self.pool.allocate(1)
         target = source if exclusive else new[0]
         sequence.blocks = [*sequence.blocks, target]
-        self._copies[sequence] = TailCopy(source, target, tokens)
+        self.copies[sequence] = TailCopy(source, target, tokens)
         return new
 
     def take_copies(self) -> tuple[TailCopy, ...]:
         """Those of the plan that is made. Until it has `landed`, nobody else gets their blocks."""
-        if not self._copies:
-            return ()
-        copies = tuple(self._copies.values())
-        self._copies.clear()
+        copies = tuple(self.copies.values())
+        self.copies.clear()
         self._copying |= {copy.target: copy for copy in copies}
         return copies
 
@@ -254,7 +252,7 @@ class KVManager:
 
     def copied_from(self) -> list[int]:
         """Blocks that are held because they are copied."""
-        copies = (*self._copies.values(), *self._copying.values())
+        copies = (*self.copies.values(), *self._copying.values())
         return [copy.source for copy in copies if copy.source != copy.target]
 
     def set_aside(self, sequence: Sequence, count: int, running: Iterable[Sequence]) -> list[int]:
@@ -415,7 +413,7 @@ class KVManager:
         """Of all its blocks; unless it is `known` what is in them, what is not full is not found again."""
         # what is on its way is checked where it arrives, and asked for again
         self.end_transfer(sequence)
-        if (copy := self._copies.pop(sequence, None)) is not None:  # which nobody was told to make
+        if (copy := self.copies.pop(sequence, None)) is not None:  # which nobody was told to make
             self._end_copy(copy)
         elif known:
             self.leave_tail(sequence)

@@ -458,11 +458,12 @@ class Scheduler:
             assert held or moves or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         speculation = self.speculation
-        idle = speculation is not None and (speculation.hot or not builder.prompt_tokens)
+        prompts = builder.prompt_tokens or self.kv.copies  # one that begins inside a block may lack only its last token
+        idle = speculation is not None and (speculation.hot or not prompts)
         if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
         released, self._released = self._released, []
-        return builder.plan(released, self.kv.take_copies())
+        return builder.plan(released, self.kv.take_copies() if self.kv.copies else ())
 
     def _build(self, delay: Callable[[], float]) -> StepBuilder:
         """A step of all that need not run alone."""
@@ -565,7 +566,8 @@ class Scheduler:
 
     def _land(self, plan: StepPlan) -> Mapping[str, Sequence]:
         """The plan's blocks are no longer in use. Returns the sequences that it computed."""
-        self.kv.landed(plan.copies)
+        if plan.copies:
+            self.kv.landed(plan.copies)
         flight = self._in_flight.land(plan, self._running)
         if flight is None:
             return self._sequences

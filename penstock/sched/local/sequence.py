@@ -4,7 +4,7 @@ those that wait."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from math import inf
@@ -13,8 +13,8 @@ from operator import attrgetter
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep
 from penstock.core.request import FinishReason, Pooling, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, held_of, parent_of, spanned
-from penstock.kv.keys import beginning_keys, extend_keys, salted
-from penstock.kv.pool import Hit
+from penstock.kv.keys import extend_keys, salted
+from penstock.kv.pool import Hit, beginning_keys
 
 _turn = attrgetter("turn")
 
@@ -266,9 +266,10 @@ class Sequence:
         """Have the prefix keys of so many blocks."""
         extend_keys(self.keys, self.root, self.tokens, full_blocks, self.request.media)
 
-    def beginning_keys(self, place: int, counts: Iterable[int]) -> list[bytes]:
-        """The keys of the beginnings of its block at a place, so many tokens each; see `kv.keys.beginning_keys`."""
-        self.extend_keys(place)
+    def beginning_keys(self, place: int, counts: Items[int]) -> list[bytes]:
+        """The keys of the beginnings of its block at a place, so many tokens each; see `kv.pool.beginning_keys`."""
+        if place > len(self.keys):
+            self.extend_keys(place)
         media = self.request.media
         return beginning_keys(self.parent(place), self.tokens, place * BLOCK_TOKENS, counts, media)
 
