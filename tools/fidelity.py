@@ -4,7 +4,8 @@
     python tools/fidelity.py paced     # sixteen engines of a modelled device, behind `penstock up`
 
 Arrivals, lengths, limits and policies are the same on both sides, and nothing is fitted to what is compared. What the
-simulator has to know of this machine is measured before, on other traffic:
+simulator has to know of this machine is measured before, on other traffic, which the simulated servers have served too
+when the slice begins:
 
     steps      real: `penstock doctor --save --model demo`, the engine by itself; paced: none, its steps are modelled
     messages   one short request at a time to idle servers: what its first token takes beyond its step, shared out over
@@ -54,7 +55,8 @@ READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
 LATE = "this host cannot keep the pace"  # in the log of a paced engine
 MESSAGES = 4  # until a first token: a place is asked for, and given, the request is sent, and its token
 OTHERS = 0.3  # cores that may be busy while nothing is sent; idle engines look around, too
-PROBES = {"requests": 40, "prompt": 64, "output": 2}
+PROBE_EVERY, PAUSE = 0.15, 2.0  # seconds: about what a probe takes, and a load generator until it sends
+PROBING = [WorkRequest(number=i, at=i * PROBE_EVERY, prompt_tokens=64, output_tokens=2) for i in range(40)]
 TOLERANCE = {"real": 0.15, "paced": 0.10}
 FIGURES = {
     "ttft_p50_ms": "TTFT p50 (ms)",
@@ -119,11 +121,20 @@ def measured_figures(document: Mapping[str, Any]) -> Figures:
     }
 
 
-def simulated_figures(document: Mapping[str, Any]) -> Figures:
-    """Of a document of `penstock sim run`."""
+def simulated_figures(document: Mapping[str, Any], skipped: int = 0) -> Figures:
+    """Of a document of `penstock sim run --save-requests`, but for its first requests."""
     if document["failed"]:
         raise SystemExit(f"{document['failed']} simulated requests failed: {document['errors']}")
-    return {name: document[name] for name in FIGURES}
+    rows = [row for row in document["per_request"] if row["number"] >= skipped]
+    ttft = [1e3 * (row["first"] - row["arrival"]) for row in rows]
+    tpot = [1e3 * (row["ended"] - row["first"]) / (row["output_tokens"] - 1) for row in rows]
+    seconds = max(row["ended"] for row in rows) - min(row["arrival"] for row in rows)
+    return {
+        "ttft_p50_ms": float(np.percentile(ttft, 50)),
+        "ttft_p90_ms": float(np.percentile(ttft, 90)),
+        "tpot_p50_ms": float(np.percentile(tpot, 50)),
+        "output_tokens_per_s": sum(row["output_tokens"] for row in rows) / seconds,
+    }
 
 
 def compare(measured: Sequence[Figures], simulated: Sequence[Figures], tolerance: float) -> dict[str, dict[str, Any]]:
@@ -195,22 +206,28 @@ class Workspace:
         return measured_figures(json.loads(file.read_text()))
 
     def simulate(self, scenario: Mapping[str, Any], requests: Sequence[WorkRequest], seed: int) -> Figures:
+        """Of these requests, on servers that know of the probes what the real ones do."""
         file, result = self.folder / "scenario.yaml", self.folder / "simulation.json"
-        write_slice(requests, self.folder / "slice.csv")
-        content = {**scenario, "workload": {"trace": "slice.csv", "max-tokens": MAX_MODEL_LEN}, "slo": SLO}
+        shifted = [replace(request, at=request.at + len(PROBING) * PROBE_EVERY + PAUSE) for request in requests]
+        write_slice([*PROBING, *shifted], self.folder / "slice.csv")
+        content = {
+            **scenario,
+            "workload": {"trace": "slice.csv", "max-tokens": MAX_MODEL_LEN, "exact": True},
+            "slo": SLO,
+        }
         file.write_text(yaml.safe_dump(content, sort_keys=False))
-        self.penstock("sim", "run", str(file), "--traces", str(self.folder), "--seed", str(seed), "--json", str(result))
-        return simulated_figures(json.loads(result.read_text()))
+        options = ("--traces", str(self.folder), "--seed", str(seed), "--save-requests", "--json", str(result))
+        self.penstock("sim", "run", str(file), *options)
+        return simulated_figures(json.loads(result.read_text()), len(PROBING))
 
     def message_ms(self, url: str, scenario: Mapping[str, Any]) -> float:
         """What a message takes: of one request at a time, what its first token takes beyond its step."""
-        count, prompt, output = PROBES.values()
         alone = self.bench(
-            *(url, "--num-prompts", str(count), "--max-concurrency", "1", "--seed", "1000"),
-            *("--random-input-len", str(prompt), "--random-output-len", str(output)),
+            *(url, "--num-prompts", str(len(PROBING)), "--max-concurrency", "1", "--seed", "1000"),
+            *("--random-input-len", str(PROBING[0].prompt_tokens)),
+            *("--random-output-len", str(PROBING[0].output_tokens)),
         )
-        probes = [WorkRequest(number=i, at=float(i), prompt_tokens=prompt, output_tokens=output) for i in range(count)]
-        without = self.simulate({**scenario, "latency-ms": 0}, probes, 0)
+        without = self.simulate({**scenario, "latency-ms": 0}, PROBING, 0)
         return max(0.0, (alone["ttft_p50_ms"] - without["ttft_p50_ms"]) / MESSAGES)
 
 

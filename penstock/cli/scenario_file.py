@@ -66,6 +66,7 @@ def make_tables() -> ScenarioTables:
             Option("chats", switch, False, "requests that share a beginning are turns of a chat"),
             Option("tide", between(1, 1e6), None, "highest rate over lowest, of a day that takes the duration"),
             Option("max-tokens", integer(1), 4096, "limit on outputs that clients set"),
+            Option("exact", switch, False, "clients set the limit of each output to its length"),
         ),
         synthetic=(
             Option("requests", integer(2, 10**8), 1000, "how many"),
@@ -112,7 +113,7 @@ def make_tables() -> ScenarioTables:
             ),
             Option("max-model-len", integer(2), 16384, "prompt and output tokens of one sequence"),
             Option("noise", between(0, 1), 0.05, "standard deviation of a step's time, relative to it"),
-            Option("slowdown", between(0.01, 100), 1.0, "factor on all times, of which nobody is told"),
+            Option("slowdown", between(0.01, 100), 1.0, "factor on all times of the device"),
             Option("step-time-error", between(0.01, 100), 1.0, "factor by which steps are believed to take longer"),
             *(engine[name] for name in names),
             Option("host-cache-memory", size, None, "of a tier of KV cache in the host's memory, such as 64G"),

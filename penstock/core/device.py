@@ -47,11 +47,12 @@ class DeviceModel:
         )
 
     def slowed(self, factor: float) -> DeviceModel:
-        """The same device with every step `factor` times as long."""
+        """The same device with all that it does `factor` times as long."""
         return replace(
             self,
             peak_flops=self.peak_flops / factor,
             bandwidth=self.bandwidth / factor,
+            host_bandwidth=self.host_bandwidth / factor,
             overhead_ms=self.overhead_ms * factor,
             link_bandwidth=self.link_bandwidth / factor,
             link_latency_us=self.link_latency_us * factor,

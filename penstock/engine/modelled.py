@@ -160,7 +160,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     if options.prefix_cache:
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
-    device_model = replace(device, host_bandwidth=device.host_bandwidth / options.slowdown).slowed(options.slowdown)
+    device_model = device.slowed(options.slowdown)
     mover = open_modelled_tier(pool.memory, slots, StepTime(device_model, shape)) if slots else None
     offload = Offload(blocks, Tier(slots)) if slots else None
     limit = sizes.limit.slowed(options.slowdown)

@@ -143,7 +143,7 @@ def _line(group: InstanceGroup, share: float) -> _Line:
         share: how much of the tangents at one token and row; the rest is those at very many.
     """
     times, many = group.times, 1 << 20
-    seconds = group.slowdown / 1e3
+    seconds = 1e-3
 
     def tangent(ms: Callable[[int], float]) -> tuple[float, float]:
         """(constant, slope); nothing whole lies between 1 and 2, and at `many` the time is linear."""

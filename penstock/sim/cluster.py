@@ -138,7 +138,7 @@ class Cluster:
             self._depot = Depot(sum(place.group.num_blocks for place in self.places.values()))
         self.frontend = SimFrontend(
             self,
-            max_tokens=scenario.workload.max_tokens,
+            max_tokens=None if scenario.workload.exact else scenario.workload.max_tokens,
             max_model_len=max(group.max_model_len for group in groups),
             root=self._root,
             ended=self._count,
@@ -336,18 +336,18 @@ class Cluster:
         )
         source, pool = self._pool(place)
         scheduler = self._scheduler(group, pool)
-        each = group.times.load_blocks_ms(1) / 1e3 * group.slowdown
+        each = group.times.load_blocks_ms(1) / 1e3
         place.instance = engine.SimInstance(
             ready,
             scheduler,
             MemoryCarrier(source),
-            StepTimer(group.times, group.slowdown, group.noise, self._noises(place.number)),
+            StepTimer(group.times, group.noise, self._noises(place.number)),
             self,
             self._lengths,
             report_interval=self._scenario.report_interval,
             lease=self._scenario.transport.lease,
             tells_cache=self.master.joined.wants_keys or bool(self._scenario.failures),
-            way=HostWay(group.times, group.slowdown) if scheduler.offload is not None else None,
+            way=HostWay(group.times) if scheduler.offload is not None else None,
             orphans=None if source is None else SharedOrphans(self._orphans, source, each),
             strides=self._strides,
         )

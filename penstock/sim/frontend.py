@@ -109,7 +109,8 @@ _Flight = Flight[SimRecord]
 class SimFrontend:
     """
     Args:
-        max_tokens: the limit that clients set; actual output lengths are not known to the cluster.
+        max_tokens: the limit that clients set; None is each output's own length, which the cluster otherwise does not
+            know.
         max_model_len: cuts that limit, as a frontend does.
         ended: called with every record when its request has ended.
 
@@ -122,7 +123,7 @@ class SimFrontend:
         self,
         post: FrontendSender,
         *,
-        max_tokens: int,
+        max_tokens: int | None,
         max_model_len: int,
         root: bytes,
         ended: Callable[[SimRecord], None],
@@ -145,13 +146,14 @@ class SimFrontend:
     def arrive(self, now: float, work: WorkRequest) -> list[Due]:
         """A client sends a request."""
         prompt, generates = prompt_of(work), work.output_tokens > 0
+        limit = work.output_tokens if self._max_tokens is None else self._max_tokens
         request = Request(
             id=str(work.number),
             prompt=prompt,
             params=PARAMS,
             seed=work.number,
             stop_ids=STOPS,
-            max_tokens=min(self._max_tokens, self._max_model_len - len(prompt)) if generates else 0,
+            max_tokens=min(limit, self._max_model_len - len(prompt)) if generates else 0,
             pooling=None if generates else "last",
             priority=work.priority,
             ttft_ms=_milliseconds(work.ttft, work),

@@ -266,13 +266,13 @@ def _alone(kind: Kind, asked: Demands, known: dict[tuple[str, int], Floats]) -> 
             group.times.prefill_ms(int(new), int(cached), budget=group.token_budget)
             for new, cached in zip(asked.new, asked.cached, strict=True)
         ]
-        known[key] = np.array(ms) * group.slowdown / 1e3
+        known[key] = np.array(ms) / 1e3
     return known[key]
 
 
 def _decode_weight(kind: Kind, asked: Demands) -> float:
     times = kind.group.times
-    return times.step_ms(decodes=32, kv_tokens=int(32 * asked.context)) * kind.group.slowdown
+    return times.step_ms(decodes=32, kv_tokens=int(32 * asked.context))
 
 
 def _shares(parts: Sequence[Part], rate: float, costs: Mapping[int, float]) -> dict[int, float]:
@@ -296,7 +296,7 @@ def _decode(group: InstanceGroup, asked: Demands, rate: float, busy: float) -> _
 
     def ms(sequences: float) -> float:
         count = max(1, round(sequences))
-        return group.times.step_ms(decodes=count, kv_tokens=int(count * context)) * group.slowdown / left
+        return group.times.step_ms(decodes=count, kv_tokens=int(count * context)) / left
 
     sequences = 0.0
     for _ in range(200):  # as many as come while one is served
@@ -345,7 +345,7 @@ def _queue(
         if id(part) in beside:  # every step of a prompt has the decodes in it
             count = round(min(beside[id(part)].sequences, beside[id(part)].room))
             extra = group.times.step_ms(decodes=count, kv_tokens=int(count * asked.context)) - group.times.step_ms()
-            own = own + np.ceil(asked.new / group.token_budget) * extra * group.slowdown / 1e3
+            own = own + np.ceil(asked.new / group.token_budget) * extra / 1e3
         served.append(own)
         free += [(0.0, len(free) + i, at) for i in range(part.count)]
     heapq.heapify(free)

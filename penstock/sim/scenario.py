@@ -69,13 +69,12 @@ class InstanceGroup:
     """Instances that are alike.
 
     Attributes:
-        times: of its steps, without slowdown and noise; with factors where steps were measured; policies and schedulers
+        times: of its steps, without noise; with factors where steps were measured; policies and schedulers
             do not know them, but learn them.
         num_blocks: of KV, for each instance.
         host_blocks: for each, of a tier of KV in its host's memory; 0 is none.
         token_budget: tokens in one step.
-        limit: of a step's time, before the slowdown.
-        slowdown: factor on all times, unknown to policies.
+        limit: of a step's time.
         noise: standard deviation of a step's time, relative to it.
         scheduling_policy: a name in `baselines.ENGINE_POLICIES`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
@@ -93,7 +92,6 @@ class InstanceGroup:
     limit: StepLimit
     max_num_seqs: int
     max_model_len: int
-    slowdown: float
     noise: float
     prefix_cache: bool
     host_blocks: int = 0
@@ -467,7 +465,7 @@ def _device(options: Mapping[str, Any], load: Callable[[str], DeviceModel]) -> D
 
 def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]:
     """Fields of a `InstanceGroup` from engine options. Raises ConfigError naming the option."""
-    device = _device(options, tables.load_device)
+    device, slowdown = _device(options, tables.load_device), options["slowdown"]
     shape = tables.load_geometry(options["geometry"]).storing(options["kv_cache_dtype"])
     factors = tables.load_factors(options["device"].removeprefix(PREFIX), shape)
     sizes = sized(
@@ -483,13 +481,12 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         "device": options["device"],
         "geometry": options["geometry"],
         "kv_cache_dtype": options["kv_cache_dtype"],
-        "times": StepTime(device, shape, factors),
+        "times": StepTime(device.slowed(slowdown), shape, factors),
         "num_blocks": sizes.num_blocks,
         "token_budget": sizes.token_budget,
-        "limit": sizes.limit,
+        "limit": sizes.limit.slowed(slowdown),
         "max_num_seqs": options["max_num_seqs"],
         "max_model_len": options["max_model_len"],
-        "slowdown": options["slowdown"],
         "noise": options["noise"],
         "prefix_cache": options["enable_prefix_caching"],
         "host_blocks": tier_blocks(

@@ -29,16 +29,15 @@ _NUMBERS = np.arange(1.0, KEPT + DRAWN_AT_ONCE + 1)  # from 1
 class StepTimer:
     """
     Args:
-        slowdown: factor on all times.
         noise: standard deviation of a step's time, relative to it. Log-normal with mean 1: a step is never negative
             and now and then much longer, as real ones are.
         rng: of the noise. The n-th step of an instance has the n-th draw, whatever the steps are, so that two policies
             are compared on the same random sequence.
     """
 
-    def __init__(self, times: StepTime, slowdown: float, noise: float, rng: np.random.Generator) -> None:
+    def __init__(self, times: StepTime, noise: float, rng: np.random.Generator) -> None:
         self._times = times
-        self._seconds = slowdown / 1e3  # per ms of the model
+        self._seconds = 1e-3  # that a ms of the model takes
         self._noise = noise
         self._rng = rng
         self._drawn = np.empty(0)

@@ -199,14 +199,10 @@ class SharedOrphans:
 
 
 class HostWay:
-    """Of one instance.
+    """Of one instance."""
 
-    Args:
-        slowdown: factor on all times.
-    """
-
-    def __init__(self, times: StepTime, slowdown: float) -> None:
-        self._block = times.load_blocks_ms(1) / 1e3 * slowdown
+    def __init__(self, times: StepTime) -> None:
+        self._block = times.load_blocks_ms(1) / 1e3
         self._in_free = self._out_free = 0.0  # when each way is
         self._stores: deque[tuple[float, int]] = deque()  # (over, number), in order
 

@@ -103,6 +103,7 @@ class Workload:
             once.
         spread: seconds over which arrivals of one tick of the trace's clock are spread.
         max_tokens: limit on outputs that clients set; policies see this and not how long outputs will be.
+        exact: whether clients limit each output to its own length, as load generators do, so that policies know it.
         chats: whether requests of a trace that share a beginning are turns of a chat; see `requests.follow_chats`.
         tide: factor from the lowest rate to the highest, of a day that takes `duration`; None is no such day.
         vary: whose rate the scale of a simulation is a factor on; that of the others stays.
@@ -119,6 +120,7 @@ class Workload:
     duration: float | None
     spread: float
     max_tokens: int
+    exact: bool = False
     chats: bool = False
     tide: float | None = None
     vary: Literal["online", "offline"] = "online"

@@ -54,7 +54,7 @@ def group(device: str, times: StepTime, count: int = 1, **changes) -> InstanceGr
         "max_num_seqs": 128,
         "max_model_len": 8192,
     }
-    rest = {"name": "engine", "role": "any", "slowdown": 1.0, "noise": 0.0, "prefix_cache": True}
+    rest = {"name": "engine", "role": "any", "noise": 0.0, "prefix_cache": True}
     model = {"device": f"modelled:{device}", "geometry": "llama-3.1-8b", "times": times}
     return InstanceGroup(count=count, **model | sizes | rest | changes)
 

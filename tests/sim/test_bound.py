@@ -19,8 +19,8 @@ from tests.sim.scenarios import COLOCATED, SPLIT, WORKLOAD, read, run
 PREFIX = 128  # tokens of a shared block
 
 
-def group(count=1, device="l4", *, sequences=64, **changes):
-    times = StepTime(DEVICES[device], GEOMETRIES["llama-3.1-8b"])
+def group(count=1, device="l4", *, sequences=64, slowdown=1.0, **changes):
+    times = StepTime(DEVICES[device].slowed(slowdown), GEOMETRIES["llama-3.1-8b"])
     return scenarios.group(device, times, count, max_num_seqs=sequences, **changes)
 
 

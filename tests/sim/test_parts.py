@@ -16,8 +16,8 @@ from tests.sim.scenarios import work
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
 
-def pace(noise=0.2, slowdown=1.0, seed=0):
-    return StepTimer(TIMES, slowdown, noise, np.random.default_rng(seed))
+def pace(noise=0.2, seed=0):
+    return StepTimer(TIMES, noise, np.random.default_rng(seed))
 
 
 def plan(*parts):
@@ -38,7 +38,7 @@ def decode(pace: StepTimer, sequences: int, kv_tokens: int) -> float:
 def test_a_step_takes_what_the_step_time_model_says():
     assert pace(noise=0).step(plan((0, 500), (100, 1))) == pytest.approx(TIMES.step_ms([(500, 0)], 1, 101, 2) / 1e3)
     assert pace(noise=0).step(plan((100, 1), (200, 1))) == pytest.approx(TIMES.step_ms([], 2, 302) / 1e3)
-    assert decode(pace(noise=0, slowdown=2), 2, 302) == pytest.approx(TIMES.step_ms([], 2, 302) / 500)
+    assert decode(pace(noise=0), 2, 302) == pytest.approx(TIMES.step_ms([], 2, 302) / 1e3)
 
 
 def test_decode_steps_follow_each_other_as_far_as_is_asked():

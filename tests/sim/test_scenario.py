@@ -38,7 +38,11 @@ def test_a_group_is_sized_by_its_device_and_its_own_options_go_first():
     assert prefill.instances == ["prefill-0", "prefill-1"]
     assert decode.instances == ["big-0"]
     assert (prefill.max_num_seqs, decode.max_num_seqs) == (16, 64)
-    assert (prefill.num_blocks, decode.slowdown) == (16 * 64, 2.0)
+    assert prefill.num_blocks == 16 * 64
+    assert decode.times.step_ms([(512, 0)]) == pytest.approx(2 * prefill.times.step_ms([(512, 0)]))
+    assert decode.times.load_blocks_ms(1) == pytest.approx(2 * prefill.times.load_blocks_ms(1))
+    assert decode.limit == prefill.limit.slowed(2)
+    assert decode.believed == decode.times.device
     free = DEVICES["h100"].memory * 0.9 - GEOMETRIES["qwen3-8b"].weight_bytes
     assert decode.num_blocks == min(64 * 64, int(free // decode.block_bytes))
     assert decode.block_bytes == 2 * 36 * 8 * 128 * 2 * 64

@@ -7,11 +7,13 @@ from itertools import accumulate
 import pytest
 from msgspec.structs import replace
 
+from penstock.core.wire.master import Place
 from penstock.sched.cluster import Start, Stop, Unified
 from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.local import Scheduler
 from penstock.service.policies import BUNDLES, Bundle, Policies
 from penstock.sim.baselines import POLICIES
+from penstock.sim.cluster import Cluster
 from penstock.sim.result import request_rows
 from tests.helpers.restless import Restless, restless
 from tests.sim.scenarios import COLOCATED, REQUESTS, SPLIT, WORKLOAD, read, run, work
@@ -233,6 +235,21 @@ def test_a_slow_instance_is_slow_and_policies_see_no_more_than_a_master_does():
 def test_max_tokens_ends_what_would_go_on():
     _, cluster = run(read(ONE, "instances: [{count: 1}]\n"), trace=trace((0.0, 50, 500)))
     assert cluster.records[0].received == 100
+
+
+@pytest.mark.parametrize(("exact", "known"), [("false", 100), ("true", 50)])
+def test_policies_know_lengths_only_where_clients_do(monkeypatch, exact, known):
+    asked, send = [], Cluster.frontend_to_master
+
+    def overheard(cluster, now, message):
+        asked.append(message)
+        return send(cluster, now, message)
+
+    monkeypatch.setattr(Cluster, "frontend_to_master", overheard)
+    scenario = read(ONE.replace("max-tokens: 100", f"max-tokens: 100, exact: {exact}"), "instances: [{count: 1}]\n")
+    _, cluster = run(scenario, trace=trace((0.0, 50, 50)))
+    assert [message.max_tokens for message in asked if isinstance(message, Place)] == [known]
+    assert cluster.records[0].received == 50
 
 
 # --- failures

@@ -28,7 +28,7 @@ def tiered(memory: str | None, blocks: int = 70) -> str:
 
 
 def test_either_direction_is_a_way_of_its_own():
-    way = HostWay(TIMES, 2.0)
+    way = HostWay(StepTime(DEVICES["h200"].slowed(2.0), GEOMETRIES["llama-3.1-8b"]))
     first = way.send(1.0, [Store(1, moves(4)), Load(2, moves(3), 0.0), Load(3, moves(1), 0.0)])
     assert [(a.number, a.blocks) for a in first] == [(2, 3), (3, 1)]
     assert [a.at for a in first] == pytest.approx([1 + 6 * BLOCK, 1 + 8 * BLOCK])

@@ -58,12 +58,15 @@ def test_the_stand_in_is_like_the_trace():
 
 SUMMARY = {"requests": 3, "failed": 0, "ttft_ms": {"p50": 200.0, "p90": 280.0}, "tpot_ms": {"p50": 10.0}}
 MEASURED = {"summary": {**SUMMARY, "output_tokens_per_s": 30.0}}
-SIMULATED = {"failed": 0, "ttft_p50_ms": 200.0, "ttft_p90_ms": 280.0, "tpot_p50_ms": 10.0, "output_tokens_per_s": 30.0}
+# the first is a probe; of the others 30 tokens in 1 s
+ROWS = [(0, 0.0, 9.0, 9.5, 2), (1, 5.0, 5.1, 5.19, 10), (2, 5.1, 5.3, 5.39, 10), (3, 5.61, 5.91, 6.0, 10)]
+NAMES = ("number", "arrival", "first", "ended", "output_tokens")
+SIMULATED = {"failed": 0, "per_request": [dict(zip(NAMES, row, strict=True)) for row in ROWS]}
 
 
 def test_the_figures_of_both_documents():
-    assert list(measured_figures(MEASURED)) == list(simulated_figures(SIMULATED)) == list(fidelity.FIGURES)
-    assert measured_figures(MEASURED) == simulated_figures(SIMULATED)
+    assert list(measured_figures(MEASURED)) == list(simulated_figures(SIMULATED, 1)) == list(fidelity.FIGURES)
+    assert simulated_figures(SIMULATED, 1) == pytest.approx(measured_figures(MEASURED))
 
 
 def test_a_request_that_failed_ends_it():
@@ -93,7 +96,7 @@ def test_medians_are_compared_and_the_spread_is_told():
 
 @pytest.mark.slow
 def test_two_paced_engines_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "PROBES", {"requests": 4, "prompt": 64, "output": 2})
+    monkeypatch.setattr(fidelity, "PROBING", fidelity.PROBING[:4])
     few = ["--instances", "2", "--rate", "4", "--seconds", "3", "--length-scale", "0.1", "--repetitions", "1"]
     out = tmp_path / "out.json"
     code = main(["paced", *few, "--traces", str(tmp_path), "--json", str(out)])
