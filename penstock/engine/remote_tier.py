@@ -21,7 +21,6 @@ from penstock.engine.mover import Complaints, Courier
 from penstock.kv.connector import Move
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.block_store import BlockStore
-from penstock.transfer.stores import check_store, open_store
 
 T = TypeVar("T")
 Open = Callable[[], BlockStore]
@@ -154,6 +153,8 @@ class StoreCarrier:
 def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
     """Open the tier below a cache. Where the store is away it is tried again when it is needed. Raises ConfigError when
     it cannot be used."""
+    from penstock.transfer.stores import open_store  # with libraries that an engine without one never needs
+
     views = views_of(cache)
     size, namespace = cache.layout.block_bytes, namespace_of(cache.layout, cache.slots.device)
     seconds, store = size / UNMEASURED, None
@@ -193,6 +194,8 @@ def check_remote_tier(url: str, ranks: int, *, prefix_cache: bool) -> None:
     Args:
         ranks: that the model is spread over.
     """
+    from penstock.transfer.stores import check_store
+
     check_store(url)
     if ranks > 1:
         raise ConfigError(
