@@ -126,26 +126,31 @@ def test_streams_behind_a_cut_cable_go_on_before_it_is_given_up(tmp_path):
 REAL = {"weight-cache": False, "kv-cache-memory": "64M", "max-model-len": 512, "max-num-batched-tokens": 128}
 
 
-@pytest.mark.parametrize("kind", ["tcp", pytest.param(TLS, marks=NEEDS_OPENSSL)])
+@pytest.mark.parametrize(
+    "kind", ["tcp", pytest.param(TLS, marks=NEEDS_OPENSSL), pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
+)
 def test_engines_of_another_host_have_their_weights_from_one_that_runs(kind, tmp_path):
     if why := network.why_not():
         pytest.skip(why)
 
     def source(name):
-        return [s for s in ("map", "tcp", "warm", "checkpoint") if up.metric(LOADED, engine=name, source=s) > 0]
+        return [
+            s for s in ("map", "tcp", "mooncake", "warm", "checkpoint") if up.metric(LOADED, engine=name, source=s) > 0
+        ]
 
+    way = "mooncake" if kind == "mooncake" else "tcp"
     with network.hosts(2) as (first, second), contextlib.ExitStack() as stack:
         up, join = started(stack, tmp_path, first, kind, None, engine=REAL, instances=[{}])
         up.urls = [up.wait_for(READY)[1].replace("0.0.0.0", first.address)]
         eventually(lambda: "engine-0" in ready(up), 90, up.log)
         other = join(second, instances=[{"name": "other"}], engine=REAL, **{"warm-pool": 1})
         eventually(lambda: "other-0" in ready(up), 90, other.log)
-        assert (source("engine-0"), source("other-0")) == (["checkpoint"], ["tcp"])
+        assert (source("engine-0"), source("other-0")) == (["checkpoint"], [way])
         other.wait_for("is warm")
         kill(other, "other-0")
         eventually(lambda: source("other-0") == ["warm"], 60, other.log)
         kill(up, "engine-0")  # nobody else is on its host
-        eventually(lambda: source("engine-0") == ["tcp"], 60, up.log)
+        eventually(lambda: source("engine-0") == [way], 60, up.log)
         assert "weights are there after" in "".join(up.lines)
         other.process.kill()  # and nobody is told
         kill(up, "engine-0")
