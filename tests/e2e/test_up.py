@@ -405,10 +405,12 @@ def test_settings_that_do_not_fit_the_model_fail_the_check_and_the_start(tmp_pat
         "penstock: --tensor-parallel-size: 3, allowed is what divides the model's num_attention_heads, 8\n"
     )
     file = tmp_path / "disk.yaml"
-    file.write_text("model: demo\nengine: {disk-cache: /tmp/kv}\ninstances: [{}, {name: gpu, device: cuda}]\n")
+    gpus = "{name: gpus, device: cuda, tensor-parallel-size: 2}"
+    file.write_text(f"model: demo\nengine: {{disk-cache: /tmp/kv}}\ninstances: [{{}}, {gpus}]\n")
     done = penstock_up(file, "--check")
     assert done.returncode == 2
-    assert done.stderr == "penstock: --disk-cache: '/tmp/kv', not supported yet on cuda, allowed on a CPU\n"
+    why = "not supported yet on cuda with tensor-parallel-size 2, allowed with 1, or on a CPU"
+    assert done.stderr == f"penstock: --disk-cache: '/tmp/kv', {why}\n"
     file = tmp_path / "up.yaml"
     file.write_text("model: demo\nport: 0\nengine: {max-model-len: 99999999}\ninstances: [{}]\n")
     assert "max-model-len: 99999999, this checkpoint allows" in penstock_up(file, "--check").stderr

@@ -379,7 +379,7 @@ def test_offline_work_is_last_and_is_preempted_first():
         assert [list(device.step()) for _ in range(2)] == [["online"]] * 2
         assert device.scheduler.counters.preemptions == 1
         plan = device.plan()
-        assert [(s.request_id, s.start) for s in plan.sequences] == [("offline", 576)]  # what it had read was kept
+        assert [(s.request_id, s.start) for s in plan.sequences] == [("offline", 600)]  # what it had read was kept
 
 
 def test_offline_work_waits_for_gaps():
