@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from penstock.core.plan import BLOCK_TOKENS
 from penstock.nn import native
 from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
