@@ -153,18 +153,18 @@ class StoreCarrier:
 def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
     """Open the tier below a cache. Where the store is away it is tried again when it is needed. Raises ConfigError when
     it cannot be used."""
-    from penstock.transfer.stores import open_store  # with libraries that an engine without one never needs
+    from penstock.transfer import stores  # with libraries that an engine without one never needs
 
     views = views_of(cache)
     size, namespace = cache.layout.block_bytes, namespace_of(cache.layout, cache.slots.device)
     seconds, store = size / UNMEASURED, None
     try:
-        store = open_store(url, namespace, size)
+        store = stores.open_store(url, namespace, size)
         seconds = _trial_seconds(store, size)
         log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
     except Unavailable as error:
         log.warning("%s: %s; it is tried again later, and all is computed meanwhile", OPTION, error)
-    mover = Courier(StoreCarrier(views, lambda: open_store(url, namespace, size), store))
+    mover = Courier(StoreCarrier(views, lambda: stores.open_store(url, namespace, size), store))
     return RemoteTier(mover, f"{url.partition('?')[0]} {namespace}", seconds)
 
 

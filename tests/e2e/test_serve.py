@@ -200,7 +200,15 @@ def test_while_it_drains_it_answers_503_and_finishes_what_runs():
 
 def test_what_outlasts_the_drain_is_ended_with_an_error():
     with serving("demo", *QUICK, "--drain-timeout", "1") as server:
-        ask = {"model": "demo", "prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        # so that nobody can guess what comes: drafts would be done in a second
+        ask = {
+            "model": "demo",
+            "prompt": "a",
+            "max_tokens": 4000,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 2.0,
+        }
         with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)

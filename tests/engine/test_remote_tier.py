@@ -14,6 +14,7 @@ from penstock.engine import remote_tier
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.server import stats_of
 from penstock.kv.shared_tier import ABSENT
+from penstock.transfer import stores
 from tests.engine.test_host_tier import BLOCK_BYTES, close, flip, prompt_of
 from tests.helpers.engines import Collector, make_engine, make_request
 
@@ -98,7 +99,7 @@ def engines(model):
 @pytest.fixture
 def memory(monkeypatch):
     store = Memory()
-    monkeypatch.setattr(remote_tier, "open_store", lambda *_: store)
+    monkeypatch.setattr(stores, "open_store", lambda *_: store)
     yield store
     store.open.set()
 
@@ -233,12 +234,12 @@ def test_an_engine_starts_without_its_store_and_uses_it_when_it_is_there(engines
     def away(*_):
         raise Unavailable("nobody there")
 
-    monkeypatch.setattr(remote_tier, "open_store", away)
+    monkeypatch.setattr(stores, "open_store", away)
     with caplog.at_level(logging.WARNING):
         second = engines("file:///x")
     assert "nobody there" in caplog.text
     assert second.ask("a") == (tokens, 0)
-    monkeypatch.setattr(remote_tier, "open_store", lambda *_: memory)
+    monkeypatch.setattr(stores, "open_store", lambda *_: memory)
     second.engine.movers["remote"]._carrier._away.end()  # as after a while
     for number in (2, 3, 4):
         second.ask(f"o{number}", prompt_of(number, 250))

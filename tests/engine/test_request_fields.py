@@ -181,7 +181,7 @@ def test_cached_prefixes_are_computed_again_and_remain_shared(model):
     collector = Collector(engine)
     same(scored(engine, asked("again"))["again"], fresh)
     collector.run(make_request("other", prompt(200), max_tokens=4))
-    assert collector.cached["other"] == 192
+    assert collector.cached["other"] == 196
     collector.run(asked("third"))
     assert collector.cached["third"] == 0
     assert collector.tokens["third"] == collector.tokens["other"]
@@ -241,5 +241,5 @@ def test_prefixes_are_shared_within_one_salt_only(model):
     collector = Collector(make_engine(model))
     for name, salt in (("a", "x"), ("b", "y"), ("c", ""), ("d", "x"), ("e", "")):
         collector.run(replace(make_request(name, prompt(150), max_tokens=4), cache_salt=salt))
-    assert collector.cached == {"a": 0, "b": 0, "c": 0, "d": 128, "e": 128}
+    assert collector.cached == {"a": 0, "b": 0, "c": 0, "d": 148, "e": 148}
     assert len({tuple(tokens) for tokens in collector.tokens.values()}) == 1
