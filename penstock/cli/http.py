@@ -108,8 +108,8 @@ class Site:
     """A frontend and the HTTP server over it, on one listening socket.
 
     Interrupted requests that no engine can continue wait for one to restart: an error would make the client retry and
-    lose what was computed. They wait twice as long as the first engine took to start, as the next start will take about
-    as long.
+    lose what was computed. They wait four times as long as the first engine took to start: the next start will take about
+    as long, unless the machine is busier by then.
 
     Attributes:
         context: of all its ZMQ sockets.
@@ -177,7 +177,7 @@ class Site:
         await self.frontend.wait_ready()
         collect_rarely()
         took = self.frontend.clock.now() - self.began
-        self.frontend.engine_client.patience = min(max(PATIENCE, 2 * took), MOST_PATIENCE)
+        self.frontend.engine_client.patience = min(max(PATIENCE, 4 * took), MOST_PATIENCE)
         where = join_host_port(*self.listener.getsockname()[:2])
         log.info("ready: %s on http://%s/v1", self.options.names[0], where)
 

@@ -315,7 +315,8 @@ def test_whoever_hangs_is_killed_and_started_again_and_the_master_is_told(tmp_pa
     server = shell("kv-pool", f"touch {pool}; echo $$ >> {pids}; {STAY}", "kv_pool", socket=pool)
     server = replace(server, heartbeat=tmp_path / "kv-pool.heartbeat")
     user = shell("engine-0", f"echo $$ >> {engines}; {STAY}", "engine", needs="kv-pool")
-    assert launch([server, user], drive, limit=1, master=f"ipc://{tmp_path}/master") == 0
+    more = {"limit": 1, "backoff": 0.5, "master": f"ipc://{tmp_path}/master"}  # half a second without it is told
+    assert launch([server, user], drive, **more) == 0
     assert "kv-pool is killed: it hangs: no heartbeat for" in caplog.text
     assert "a signal has stopped it" in caplog.text
     assert "kv-pool ended with SIGKILL (no heartbeat for" in caplog.text
