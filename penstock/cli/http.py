@@ -108,7 +108,7 @@ class Site:
     """A frontend and the HTTP server over it, on one listening socket.
 
     Interrupted requests that no engine can continue wait for one to restart: an error would make the client retry and
-    lose what was computed. They wait four times as long as the first engine took to start: the next start will take about
+    lose what was computed. They wait four times as long as the first engine took to start: the next start takes about
     as long, unless the machine is busier by then.
 
     Attributes:
