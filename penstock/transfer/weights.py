@@ -80,7 +80,7 @@ class Given(Protocol):
     address: int
 
     def describe(self) -> Weights:
-        """Waits until the digests are known."""
+        """Waits until the digests are known. Raises Unavailable where they cannot be given now."""
 
 
 def digests(memory: memoryview, stopped: threading.Event | None = None, threads: int = 2) -> list[int] | None:
@@ -211,7 +211,11 @@ class WeightServer:
                 _say(link, handshake.seal(NoWeights(why), 0))
                 return
             assert given is not None
-            description = given.describe()
+            try:
+                description = given.describe()
+            except Unavailable as error:
+                _say(link, handshake.seal(NoWeights(str(error)), 0))
+                return
             if ask.way == "mooncake":
                 self._lend(link, handshake, given, description)
                 return
