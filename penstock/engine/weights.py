@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -256,8 +257,13 @@ def pass_to_rank_0(link: socket.socket, image: Image) -> None:
         socket.send_fds(link, [encode(Gives(image.key))], [image.fd, file.fileno()])
 
 
-def passed(key: str, fd: int, described: int) -> Image:
+def passed(key: str, fds: Sequence[int]) -> Image:
     """What came with a `Gives`; its file descriptors are the image's, or closed. Raises OSError."""
+    if len(fds) != 2:  # the system leaves out those that this process has no room for
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    fd, described = fds
     with os.fdopen(described, "rb") as file:
         file.seek(0)
         weights = decode_weight_message(file.read())

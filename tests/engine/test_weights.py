@@ -21,7 +21,7 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.wire.rank import WeightSources
 from penstock.engine import worker
 from penstock.engine.build import EngineOptions, build_engine
-from penstock.engine.weights import Neighbours, Source, WeightManager
+from penstock.engine.weights import Neighbours, Source, WeightManager, passed
 from penstock.nn import native
 from penstock.nn.image import parts
 from penstock.nn.loader import image_key, load
@@ -490,6 +490,14 @@ def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint
         for key in keys:
             with pytest.raises(Unavailable, match="no weights to give now"):
                 ask_to_map(f"unix:{own}", key)
+
+
+def test_weights_of_a_rank_for_which_there_is_no_room_for_files():
+    fd = os.dup(0)
+    with pytest.raises(OSError, match="Too many open files"):
+        passed("key", [fd])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_an_address_that_cannot_be_had(tmp_path):
