@@ -32,7 +32,6 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from penstock.cli.curve import curve_of
 from penstock.cli.options import in_flags
@@ -81,7 +80,7 @@ def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     keep_few_kernels()
-    preset_mooncake(settings)
+    preset_mooncake(meets_ipv6(settings))
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import BlackBox, Heartbeat, box_of
 
@@ -191,16 +190,22 @@ def build(
         return build_engine(EngineOptions(**options), clock, pool, progress, peers)
 
 
-def preset_mooncake(settings: dict[str, Any]) -> None:
+def preset_mooncake(ipv6: bool = False) -> None:
     """For transport, weights and stores, before any of them imports it."""
     for variable, value in MOONCAKE.items():
         os.environ.setdefault(variable, value)
+    if ipv6:
+        os.environ.setdefault(MOONCAKE_IPV6, "1")
+
+
+def meets_ipv6(settings: dict[str, Any]) -> bool:
+    """Whether Mooncake is to reach, or to be reached at, an address of IPv6."""
     way, weights = settings.get("transport") or {}, (settings.get("weights") or {}).get("public") or {}
     places = [way["address"]] if way.get("kind") == "mooncake" else []
     places += [weights["address"]] if weights.get("mooncake") else []
-    store = urlsplit(settings["options"].get("remote_cache") or "")
-    if any(map(has_ipv6, places)) or (store.scheme == "mooncake" and ":" in (store.hostname or "")):
-        os.environ.setdefault(MOONCAKE_IPV6, "1")
+    store, _, _ = (settings["options"].get("remote_cache") or "").partition("?")  # which may not be a URL at all
+    places += [store] if store.lower().startswith("mooncake:") else []
+    return any(map(has_ipv6, places))
 
 
 def open_way(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -76,8 +77,9 @@ class Neighbours:
 class Offer:
     """An image, as `transfer.weights.Given`."""
 
-    def __init__(self, image: Image, device: DeviceModel | None) -> None:
+    def __init__(self, image: Image, device: DeviceModel | None, is_current: Callable[[], bool]) -> None:
         self.fd, self.start, self.image = image.fd, image.start, image
+        self._is_current = is_current
         self.address = image.memory.data_ptr()
         self.device = device
         self._known, self._closed = threading.Event(), threading.Event()
@@ -101,9 +103,10 @@ class Offer:
             self._learning.join()
 
     def describe(self) -> Weights:
-        """Raises EOFError."""
+        if not self._is_current():
+            raise Unavailable("its checkpoint has changed since it was loaded")
         if not self._known.wait(DIGESTS) or not self.image.digests:
-            raise EOFError("their digests are not known yet")
+            raise Unavailable("the digests of its weights are not known yet")
         return structs.replace(_described(self.image), device=self.device, threads=native.threads())
 
 
@@ -121,6 +124,8 @@ class WeightManager:
     Attributes:
         device: what an engine of this host has measured that it got its weights from, with as many threads.
         told: what it was made of by `of`; the other ranks of its engine make theirs of that.
+        is_current: whether the files of the weights are those that were loaded, which their key does not say: it is of
+            the first bytes of every tensor. Others are given none where they are not.
 
     Raises:
         ConfigError: certificates that cannot be used.
@@ -137,6 +142,7 @@ class WeightManager:
     ) -> None:
         self.device: DeviceModel | None = None
         self.told: WeightSources | None = None
+        self.is_current: Callable[[], bool] = lambda: True
         self._pass_on = pass_on
         self._mooncake = mooncake if mooncake and _has_mooncake() else ""
         self._addresses, self._sources, self._secret = addresses, sources, secret
@@ -205,7 +211,10 @@ class WeightManager:
         elif self._pass_on is not None:
             self._pass_on(image)
         else:
-            self._offers[image.key] = Offer(image, self.device)
+            self._offers[image.key] = Offer(image, self.device, self._is_current)
+
+    def _is_current(self) -> bool:
+        return self.is_current()  # which may be known later than the weights of another rank
 
     def serve(self, device: DeviceModel | None) -> str:
         """Begin to give. Returns the address for other hosts, "" without one. Raises ConfigError.
@@ -248,8 +257,13 @@ def pass_to_rank_0(link: socket.socket, image: Image) -> None:
         socket.send_fds(link, [encode(Gives(image.key))], [image.fd, file.fileno()])
 
 
-def passed(key: str, fd: int, described: int) -> Image:
+def passed(key: str, fds: Sequence[int]) -> Image:
     """What came with a `Gives`; its file descriptors are the image's, or closed. Raises OSError."""
+    if len(fds) != 2:  # the system leaves out those that this process has no room for
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    fd, described = fds
     with os.fdopen(described, "rb") as file:
         file.seek(0)
         weights = decode_weight_message(file.read())
@@ -261,7 +275,13 @@ def _described(image: Image) -> Weights:
 
 
 def _image(key: str, weights: Weights, fd: int, start: int, giver: str, *, present: bool = True) -> Image:
-    image = Image(key, weights.weights, fd, start, mapped(fd, start, weights.bytes, present=present))
+    """The file descriptor is the image's, or closed. Raises OSError."""
+    try:
+        memory = mapped(fd, start, weights.bytes, present=present)
+    except BaseException:
+        os.close(fd)
+        raise
+    image = Image(key, weights.weights, fd, start, memory)
     image.digests, image.giver = weights.digests, giver
     return image
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,6 +26,7 @@ from penstock.nn.loader import Loaded, file_times, identity, load
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.ranks import Ranks
+from penstock.nn.reading import changed
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import FILES, WeightCache
 from penstock.obs.progress import Report
@@ -86,6 +88,8 @@ class Worker:
         order = _chosen(options.kv_layout, "block")
         self._identity = identity(Path(options.model))
         self.files = file_times(Path(options.model))
+        if self.files != self.loaded.files:  # blocks of the KV cache would be kept as of other weights
+            raise changed(Path(options.model))
         name = "-".join(filter(None, (self._identity, model.config.variant)))
         self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
         if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
@@ -194,6 +198,7 @@ class Worker:
             peers=self._peers,
         )
         if self._peers is not None:
+            self._peers.is_current = partial(_has_files, Path(options.model), self.loaded.files)
             self._peers.give(self.loaded.image)
         return self.loaded.model
 
@@ -243,6 +248,14 @@ def _open_cache(
     except BaseException:
         pool.close()
         raise
+
+
+def _has_files(directory: Path, files: str) -> bool:
+    """Whether a checkpoint's files are still those."""
+    try:
+        return file_times(directory) == files
+    except ConfigError:
+        return False
 
 
 def _faster_mode(model: Decoder, layout: KVLayout) -> str:

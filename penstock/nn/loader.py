@@ -68,12 +68,14 @@ class Loaded:
         image: the memory that its weights are in, where others can have it.
         source: where they came from.
         seconds: that this took.
+        files: `file_times` of the checkpoint, from before they were looked for.
     """
 
     model: Decoder
     image: Image | None
     source: Source
     seconds: float
+    files: str
 
 
 def load_model(*args: Any, **kwargs: Any) -> Decoder:
@@ -121,7 +123,7 @@ def load(
         model.headless = headless
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
-    before = _states(directory)
+    before, files = _states(directory), file_times(directory)
     tensors = _check_weights(model, directory)
     if method.kept and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard)
@@ -131,20 +133,20 @@ def load(
     image, source = _find_whole(model, peers if name else None, name, cache, key)
     if not _any_loads(shard, image is not None):
         model.bound_logits()
-        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began))
+        _check_same(directory, before)
+        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
     if image is None:
         _take_memory(model, device, directory, arena)
     else:
         arena = None
     fill(None if image is not None else model, tensors, load_format, device, shard, progress, arena)
-    if (after := _states(directory)) != before:
-        raise changed(next(path for path, state in after.items() if state != before.get(path)))
+    _check_same(directory, before)
     if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
         cache.remember(key, model)  # not if it changed meanwhile
     model.bound_logits(take=None if arena is None else arena.take)
     if arena is not None:
         image = arena.image(name, model)
-    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began))
+    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
 
 
 def _told(loaded: Loaded) -> Loaded:
@@ -218,6 +220,12 @@ def _states(directory: Path) -> dict[Path, tuple[int, int, int]]:
             raise not_found(directory, path) from None
         states[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
     return states
+
+
+def _check_same(directory: Path, before: dict[Path, tuple[int, int, int]]) -> None:
+    """Raises ConfigError where a file is not what `_states` found before."""
+    if (after := _states(directory)) != before:
+        raise changed(next((path for path, state in after.items() if state != before.get(path)), directory))
 
 
 def _any_loads(shard: Shard, found: bool) -> bool:
@@ -345,7 +353,12 @@ def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
 def file_times(directory: Path) -> str:
     """Of a checkpoint's weights, and their sizes, for what outlives an engine. The ctime of a file cannot be forged, so
     changes that `identity` does not read are detected even with the former mtime. Raises ConfigError."""
-    stats = [path.stat() for path in weight_files(directory)]
+    stats = []
+    for path in weight_files(directory):
+        try:
+            stats.append(path.stat())
+        except OSError:
+            raise not_found(directory, path) from None
     return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
 
 

@@ -9,11 +9,9 @@ and the next one goes on behind them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
-import select
 import selectors
 import socket
 import ssl
@@ -24,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 from msgspec import structs
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.memory import seal
@@ -57,10 +55,9 @@ log = logging.getLogger("penstock.transfer")
 CONNECT_TIMEOUT = 1.5  # seconds
 PATIENCE = 5.0  # seconds without progress
 AT_ONCE = 32  # connections over which weights are given; more are sent to other sources
-# From one source: while what has come over one is compared, or decrypted, the link is the other's.
+# From one source: while what has come over one is digested, or decrypted, the link is the other's.
 CONNECTIONS = 2
-WRITTEN = 256 << 10  # bytes at once that had to be decrypted
-PIPED = 1 << 20  # bytes; what Linux allows everybody
+HELD = 256 << 10  # bytes that have come; their digest, and their copy, are made while a core's cache has them
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 Link = socket.socket | ssl.SSLSocket
@@ -80,7 +77,7 @@ class Given(Protocol):
     address: int
 
     def describe(self) -> Weights:
-        """Waits until the digests are known."""
+        """Waits until the digests are known. Raises Unavailable where they cannot be given now."""
 
 
 def digests(memory: memoryview, stopped: threading.Event | None = None, threads: int = 2) -> list[int] | None:
@@ -211,7 +208,11 @@ class WeightServer:
                 _say(link, handshake.seal(NoWeights(why), 0))
                 return
             assert given is not None
-            description = given.describe()
+            try:
+                description = given.describe()
+            except Unavailable as error:
+                _say(link, handshake.seal(NoWeights(str(error)), 0))
+                return
             if ask.way == "mooncake":
                 self._lend(link, handshake, given, description)
                 return
@@ -376,23 +377,25 @@ class Landing:
                 done, _ = wait(coming, return_when=FIRST_EXCEPTION)
                 if failed := [each for each in done if each.exception() is not None]:
                     for link in links:
-                        with contextlib.suppress(OSError):
-                            socket.socket.shutdown(
-                                link, socket.SHUT_RDWR
-                            )  # that of TLS would have the rest read as it is
+                        with contextlib.suppress(OSError):  # that of TLS would have the rest read as it is
+                            socket.socket.shutdown(link, socket.SHUT_RDWR)
                     failed[0].result()
             return weights
 
     def _take(self, link: Link, weights: Weights, asked: SendFrom) -> None:
         """Raises Unavailable, EOFError, OSError."""
         _say(link, asked)
-        with _Pipe() as pipe:
-            for number, (start, stop) in enumerate(_spans(weights, asked.first, asked.step)):
-                if isinstance(link, ssl.SSLSocket):
-                    _write(link, self.fd, start, stop)
-                else:
-                    pipe.move(link, self.fd, start, stop)
-                self._compare(asked.first + number * asked.step, weights)
+        buffer = memoryview(bytearray(HELD))
+        for number, (start, stop) in enumerate(_spans(weights, asked.first, asked.step)):
+            digest, at = xxh3_64(), start
+            while at < stop:
+                part = buffer[: stop - at]
+                _fill(link, part)
+                digest.update(part)
+                while part:  # cheaper than to map new pages, and have them cleared
+                    written = os.pwrite(self.fd, part, at)
+                    at, part = at + written, part[written:]
+            self._compare(asked.first + number * asked.step, digest.intdigest(), weights)
 
     def read(self, address: str, key: str, host: str, secret: str | None = None) -> Weights:
         """The same by Mooncake.
@@ -407,15 +410,14 @@ class Landing:
             with mmap.mmap(self.fd, weights.bytes) as memory:
                 coming = spans_read(host, weights.lent, memory, _spans(weights, self.right, 1))
                 with contextlib.closing(coming):
-                    for _ in coming:
+                    for span in coming:
                         link.sendall(b"\0")  # it goes on
-                        self._compare(self.right, weights)
+                        self._compare(self.right, _digest(self.fd, *span), weights)
             return weights
 
-    def _compare(self, number: int, weights: Weights) -> None:
+    def _compare(self, number: int, digest: int, weights: Weights) -> None:
         """Raises Unavailable."""
-        (span,) = _spans(weights, number, len(weights.digests))
-        if _digest(self.fd, *span) != weights.digests[number]:
+        if digest != weights.digests[number]:
             raise Unavailable(_corrupt(number, weights))
         with self._lock:
             self._beyond.add(number)
@@ -445,49 +447,6 @@ class Landing:
             os.close(self.fd)
             self.fd = -1
         self.weights, self.right = None, 0
-
-
-class _Pipe:
-    """From a socket to a file without a copy in this process: nor are the file's pages cleared, and mapped one by one,
-    before they are written."""
-
-    def __enter__(self) -> _Pipe:
-        self._out, self._in = os.pipe()
-        with contextlib.suppress(OSError):  # a user may have so many large ones
-            fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, PIPED)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._out)
-        os.close(self._in)
-
-    def move(self, sock: socket.socket, fd: int, start: int, stop: int) -> None:
-        """Raises EOFError, OSError."""
-        ready = select.poll()
-        ready.register(sock, select.POLLIN)
-        while start < stop:
-            try:
-                piped = os.splice(sock.fileno(), self._in, min(PIPED, stop - start))
-            except BlockingIOError:
-                if not ready.poll(PATIENCE * 1e3):
-                    raise TimeoutError(f"it has sent nothing for {PATIENCE:g} s") from None
-                continue
-            if not piped:
-                raise EOFError("it hung up")
-            arrived = start + piped
-            while start < arrived:
-                start += os.splice(self._out, fd, arrived - start, offset_dst=start)
-
-
-def _write(link: Link, fd: int, start: int, stop: int) -> None:
-    """What has to pass this process, as under TLS. Raises EOFError, OSError."""
-    buffer = memoryview(bytearray(min(WRITTEN, stop - start)))  # cheaper than to map new pages, and have them cleared
-    while start < stop:
-        part = buffer[: stop - start]
-        _fill(link, part)
-        while part:
-            written = os.pwrite(fd, part, start)
-            start, part = start + written, part[written:]
 
 
 def _digest(fd: int, start: int, stop: int) -> int:

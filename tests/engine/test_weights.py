@@ -19,8 +19,9 @@ from penstock.core.clock import SystemClock
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.wire.rank import WeightSources
+from penstock.engine import worker
 from penstock.engine.build import EngineOptions, build_engine
-from penstock.engine.weights import Neighbours, Source, WeightManager
+from penstock.engine.weights import Neighbours, Source, WeightManager, passed
 from penstock.nn import native
 from penstock.nn.image import parts
 from penstock.nn.loader import image_key, load
@@ -30,7 +31,7 @@ from penstock.nn.weight_cache import WeightCache
 from penstock.transfer import weights as wire
 from penstock.transfer.weights import ask_to_map
 from tests.helpers.certificates import NEEDS_OPENSSL, certificate
-from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.checkpoints import edit, write_checkpoint
 from tests.helpers.deployments import colocated, deployed
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.links import NEEDS_MOONCAKE
@@ -388,6 +389,49 @@ def test_an_engine_gives_its_weights_until_it_sleeps_without_them(checkpoint, tm
         closed.close()
 
 
+def test_an_engine_gives_no_weights_whose_files_have_changed(tmp_path, caplog):
+    """Their key is of the first bytes of every tensor, and an engine keeps KV as of the files that it finds."""
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    options = EngineOptions(model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False)
+    with contextlib.ExitStack() as stack:
+
+        def start(name, sources=()):
+            manager = WeightManager([f"unix:{tmp_path}/{name}", "tcp:127.0.0.1:0"], sources)
+            stack.callback(manager.close)
+            built = build_engine(options, SystemClock(), peers=manager)
+            stack.callback(built.close)
+            return built.worker, [Source(name, f"unix:{tmp_path}/{name}"), Source(name, manager.serve(None))]
+
+        old, of_old = start("old")
+        assert start("same", of_old)[0].loaded.source == "map"
+        edit(checkpoint)
+        new, of_new = start("new", of_old)
+        assert new.loaded.source == "checkpoint"
+        assert caplog.text.count("others are asked: its checkpoint has changed since it was loaded") == 2
+        assert not same(new.model, old.model)
+        for sources, way in (([of_old[0], of_new[0]], "map"), ([of_old[1], of_new[1]], "tcp")):
+            last, _ = start(way, sources)
+            assert (last.loaded.source, last.loaded.image.giver) == (way, "new")
+            assert same(last.model, new.model)
+            assert last.files == new.files != old.files
+
+
+def test_files_that_change_after_weights_were_mapped_end_the_start(tmp_path, running, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    _, here, _ = running("first", checkpoint)
+    find = worker.load
+
+    def edited(directory, *more, **peers):
+        loaded = find(directory, *more, **peers)
+        edit(directory)
+        return loaded
+
+    monkeypatch.setattr(worker, "load", edited)
+    options = EngineOptions(model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False)
+    with pytest.raises(ConfigError, match="was changed while it was read"):
+        build_engine(options, SystemClock(), peers=WeightManager([], [here]))
+
+
 @pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
 def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(wire, "BLOCK", 8 << 20)  # as in the ranks' own processes
@@ -437,10 +481,23 @@ def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint
 
         keys = list(manager._offers)
         assert len(keys) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "is_current", lambda: False)
+            for key in keys:
+                with pytest.raises(Unavailable, match="its checkpoint has changed"):
+                    ask_to_map(f"unix:{own}", key)
         first.memory.sleep(2)
         for key in keys:
             with pytest.raises(Unavailable, match="no weights to give now"):
                 ask_to_map(f"unix:{own}", key)
+
+
+def test_weights_of_a_rank_for_which_there_is_no_room_for_files():
+    fd = os.dup(0)
+    with pytest.raises(OSError, match="Too many open files"):
+        passed("key", [fd])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_an_address_that_cannot_be_had(tmp_path):

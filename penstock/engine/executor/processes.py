@@ -273,7 +273,7 @@ class RankProcesses:
             case Gives(key):
                 assert self._peers is not None
                 try:
-                    self._peers.give(passed(key, *fds))
+                    self._peers.give(passed(key, fds))
                 except OSError as error:
                     log.warning("weights of %s are not given to others: %s", rank.name, error)
             case Loaded(room):

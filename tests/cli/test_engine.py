@@ -1,0 +1,41 @@
+"""What an engine's process does before it imports what it needs."""
+
+import os
+
+import pytest
+
+from penstock.cli.engine import MOONCAKE, meets_ipv6, preset_mooncake
+
+
+@pytest.mark.parametrize(
+    ("settings", "ipv6"),
+    [
+        ({}, False),
+        ({"transport": None, "weights": None}, False),
+        ({"weights": {"public": None}}, False),
+        ({"transport": {"kind": "mooncake", "address": "tcp:10.0.0.1:0"}}, False),
+        ({"transport": {"kind": "mooncake", "address": "tcp:[fd00::1]:0"}}, True),
+        ({"transport": {"kind": "tcp", "address": "tcp:[fd00::1]:0"}}, False),
+        ({"weights": {"public": {"address": "tcp:[fd00::1]:0", "mooncake": "[fd00::1]"}}}, True),
+        ({"weights": {"public": {"address": "tcp:[fd00::1]:0", "mooncake": ""}}}, False),
+        ({"options": {"remote_cache": "mooncake://[fd00::1]:50051?segment=0"}}, True),
+        ({"options": {"remote_cache": "MOONCAKE://[fd00::1]:50051"}}, True),
+        ({"options": {"remote_cache": "mooncake://store:50051"}}, False),
+        ({"options": {"remote_cache": "file:///[x]"}}, False),
+        ({"options": {"remote_cache": "mooncake://[fd00::1:50051"}}, True),  # which is refused later
+    ],
+)
+def test_mooncake_is_told_of_ipv6_where_it_meets_it(settings, ipv6):
+    assert meets_ipv6({"options": {"remote_cache": None}, **settings}) == ipv6
+
+
+def test_what_somebody_has_set_for_mooncake_stays(monkeypatch):
+    for variable in (*MOONCAKE, "MC_USE_IPV6"):
+        monkeypatch.setenv(variable, "theirs")
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
+    preset_mooncake()
+    assert "MC_USE_IPV6" not in os.environ
+    preset_mooncake(ipv6=True)
+    assert {name: os.environ[name] for name in MOONCAKE} == {**MOONCAKE, "MC_RPC_TIMEOUT_MS": "7"}
+    assert os.environ["MC_USE_IPV6"] == "1"
