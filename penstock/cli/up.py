@@ -192,6 +192,7 @@ def _upgrades(
 ) -> Upgrades:
     """What changes the deployment while it runs."""
     from penstock.cli.apply import ADDRESS
+    from penstock.service.checkpoint import file_states
     from penstock.service.control import ControlSocket, Question
     from penstock.service.programs import plan
     from penstock.service.upgrade import Running, Upgrades
@@ -213,7 +214,13 @@ def _upgrades(
 
     (folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
     names = {name: name for group in deployment.groups for name in group.instances}
-    running = Running(deployment=deployment, directory=directory.resolve(), digest=digest, names=names)
+    running = Running(
+        deployment=deployment,
+        directory=directory.resolve(),
+        digest=digest,
+        files=file_states(directory),
+        names=names,
+    )
     frontends = [_reached(listener) for listener in listeners]
     return Upgrades(ControlSocket(folder), launcher, running, read_question, plan_anew, frontends, surround)
 

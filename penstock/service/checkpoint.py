@@ -72,6 +72,15 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def file_states(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """Sizes and times of the weights' files in this folder, which no edit in place leaves as they were."""
+    states = {}
+    for path in directory.glob("*.safetensors"):
+        stat = path.stat()
+        states[path.name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return states
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     """

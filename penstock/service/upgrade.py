@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.service.checkpoint import fingerprint, read_defaults
+from penstock.service.checkpoint import file_states, fingerprint, read_defaults
 from penstock.service.control import Client, ControlSocket, Question
 from penstock.service.deployment import Deployment
 from penstock.service.difference import Difference, difference
@@ -51,12 +51,14 @@ class Running:
     Attributes:
         directory: of the checkpoint.
         digest: of the checkpoint, as of `checkpoint.fingerprint`.
+        files: as of `checkpoint.file_states`; the digest is of samples.
         names: instance -> name of its process.
     """
 
     deployment: Deployment
     directory: Path
     digest: str
+    files: Mapping[str, tuple[int, int, int]]
     names: Mapping[str, str]
 
 
@@ -128,9 +130,9 @@ class Upgrades:
         """Raises ConfigError, OSError."""
         file, running = str(question["file"]), self._running
         wanted, directory = self._read(question)
-        digest = fingerprint(directory)
+        digest, files = fingerprint(directory), file_states(directory)
         new_model = directory != running.directory
-        if not new_model and digest != running.digest:
+        if not new_model and (digest, files) != (running.digest, running.files):
             why = "has changed since it was loaded: there would be nothing to return to"
             raise ConfigError(f"{file}: model: {directory} {why}; allowed is a new folder for a new checkpoint")
         if new_model and (why := _unlike(running.directory, directory)):
@@ -150,7 +152,7 @@ class Upgrades:
         limit = float(question.get("limit") or LIMIT)
         return _Change(
             client=client,
-            wanted=Running(deployment=wanted, directory=directory, digest=digest, names=names),
+            wanted=Running(deployment=wanted, directory=directory, digest=digest, files=files, names=names),
             difference=found,
             rollout=Rollout(steps, limit),
             fleet=_Fleet(self._launcher, self._frontends),

@@ -1,5 +1,6 @@
 """A deployment becomes another one: what has to happen, and in which order it does, back included."""
 
+import os
 import shutil
 import threading
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 
 from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
-from penstock.service.checkpoint import DEMO, fingerprint
+from penstock.service.checkpoint import DEMO, file_states, fingerprint
 from penstock.service.control import ControlSocket, ask
 from penstock.service.deployment_file import parse
 from penstock.service.difference import difference
@@ -185,6 +186,7 @@ def asked(tmp_path):
         deployment=deployment("instances: [{count: 2}]"),
         directory=model,
         digest=fingerprint(model),
+        files=file_states(model),
         names={"engine-0": "engine-0.1", "engine-1": "engine-1"},
     )
     launcher = SimpleNamespace(stopping=False, programs={name: program(name) for name in ("engine-0", "engine-1")})
@@ -224,7 +226,16 @@ def test_no_question_harms_what_runs(asked, tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text("{}")
     (refused,) = asked(text=text, model="other")
     assert "new.yaml: model: tokenizer.json of " in refused["error"]
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"another")
+    weights = tmp_path / "model" / "model.safetensors"
+    stat = weights.stat()
+    with weights.open("r+b") as file:  # between what a fingerprint reads
+        file.seek(stat.st_size - 8)
+        file.write(bytes(8))
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert fingerprint(tmp_path / "model") == fingerprint(DEMO)
+    (refused,) = asked(text=text)
+    assert "has changed since it was loaded" in refused["error"]
+    weights.write_bytes(b"another")
     (refused,) = asked(text=text)
     assert "has changed since it was loaded: there would be nothing to return to" in refused["error"]
     assert len(asked(text="port: 1\n" + text)) == 1
