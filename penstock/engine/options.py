@@ -30,7 +30,7 @@ class EngineOptions:
         step_time_limit_ms: of a step with prompts; None is the default (`StepLimit.asked`).
         kv_cache_memory: bytes of KV cache.
         host_cache_memory: bytes of a tier of copies in the host's memory, below a CUDA device; None is no such tier.
-        disk_cache: a folder for a tier of copies on disk, below a CPU; None is no such tier.
+        disk_cache: a folder for a tier of copies on disk; None is no such tier.
         disk_cache_size: bytes of it; None is the default (engine/disk_tier.py).
         remote_cache: URL of a store for a tier that engines share (transfer/stores.py); None is no such tier.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
