@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
     if args.apply:
         from penstock.cli.apply import apply
 
-        _check_checkpoint(deployment)
+        _check_engines(deployment)
         return apply(args.file, text, deployment, check=args.check, limit=args.start_timeout)
     if args.check:
-        _check_checkpoint(deployment)
+        _check_engines(deployment)
         _show(deployment)
         for warning in warnings_about(deployment, os.environ):
             print(f"{args.file}: warning: {warning}", file=sys.stderr)
@@ -87,20 +87,19 @@ def run(args: argparse.Namespace) -> int:
     return launch(deployment)
 
 
-def _check_checkpoint(deployment: Deployment) -> None:
+def _check_engines(deployment: Deployment) -> None:
     """Raise ConfigError, as an engine would at its start, where settings do not fit the model, or the device."""
     real = [group for group in deployment.groups if not (group.modelled or group.adopted)]
     if not real:
         return
     import torch
 
-    from penstock.engine.disk_tier import check_disk_tier
+    from penstock.engine.build import EngineOptions, check_engine
     from penstock.nn.loader import read_architecture
 
     directory = find_checkpoint(deployment.model)
     for group in real:
-        on_disk = (group.options["disk_cache"], group.options["disk_cache_size"])
-        check_disk_tier(*on_disk, torch.device(group.device), group.ranks)
+        check_engine(EngineOptions(**engine_options(directory, dict(group.options))), torch.device(group.device))
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 
@@ -154,7 +153,7 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             for door in doors:
                 door.listen()  # as ZMQ wants it
         if sys.stdout.isatty():
-            _show(deployment, listeners)
+            _show(deployment, listeners, joins=master is not None)
         fields = partial(_engine_fields, directory, server["seed"] or 0)
         programs = plan(deployment, directory, folder, listeners, fields, doors, master)
         digest = fingerprint(directory)
@@ -288,28 +287,42 @@ def _threads(deployment: Deployment) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines))}
 
 
-def _show(deployment: Deployment, listeners: Sequence[socket.socket] = ()) -> None:
-    """What runs where, as a table."""
+def _show(deployment: Deployment, listeners: Sequence[socket.socket] = (), *, joins: bool = False) -> None:
+    """What runs where, as a table; with `joins` frontends run elsewhere, and a master unless it is asked for."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     host, port = deployment.server["host"], deployment.server["port"]
     ports = [listener.getsockname()[1] for listener in listeners] or [
         port and port + i for i in range(deployment.frontends)
     ]
-    table = Table(title=f"penstock up: {', '.join(deployment.names)}", title_justify="left", box=None, padding=(0, 2))
+    masters = None if deployment.cluster is None else deployment.cluster.masters
+    masters = int(not joins) if masters is None else masters
+    table = Table(
+        title=f"penstock {'join' if joins else 'up'}: {escape(', '.join(deployment.names))}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2),
+    )
     for column in ("process", "count", "role", "device or address"):
         table.add_column(column, justify="right" if column == "count" else "left")
-    table.add_row("frontend", str(len(ports)), "", ", ".join(join_host_port(host, p or "a free port") for p in ports))
-    table.add_row("master", "1", "", f"policy {deployment.policy}")
+    if not joins:
+        shown = ", ".join(join_host_port(host, p or "a free port") for p in ports)
+        table.add_row("frontend", str(len(ports)), "", escape(shown))
+    if masters:
+        table.add_row("master", str(masters), "", f"policy {deployment.policy}")
     for group in deployment.groups:
-        table.add_row(group.name, str(group.count), group.role, group.options["url"] if group.adopted else group.device)
+        where = str(group.options["url"]) if group.adopted else group.device
+        table.add_row(group.name, str(group.count), group.role, escape(where))
     if deployment.warm_pool:
         table.add_row("warm", str(deployment.warm_pool), "", "taken when an instance starts")
     if deployment.orphans is not None:
         table.add_row("kv-pool", "1", "", f"keeps the blocks of failed engines for {deployment.orphans:g} s")
     if deployment.ray is not None:
-        table.add_row("", "", "", f"Ray runs the engines, cluster {deployment.ray.address or 'of this machine'}")
+        table.add_row(
+            "", "", "", f"Ray runs the engines, cluster {escape(deployment.ray.address or 'of this machine')}"
+        )
     if deployment.transport is not None:
         table.add_row("", "", "", f"transport {deployment.transport.kind}, lease {deployment.lease:g} s")
     Console().print(table)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.engine.executor.processes import RankProcesses
     from penstock.engine.weights import WeightManager
 
-__all__ = ["Built", "EngineOptions", "build_engine"]
+__all__ = ["Built", "EngineOptions", "build_engine", "check_engine"]
 log = logging.getLogger("penstock.engine")
 
 
@@ -86,6 +86,27 @@ class Built:
         self.worker.close()
 
 
+def check_engine(options: EngineOptions, device: torch.device) -> None:
+    """Raise ConfigError for what is wrong with options whatever the model and the machine are."""
+    check_options(options)
+    if device.type == "cpu" and KV_DTYPES[options.kv_cache_dtype] == "float8_e4m3fn":
+        raise ConfigError(
+            f"kv-cache-dtype: {options.kv_cache_dtype!r}, there are no kernels for it on a CPU, allowed are auto, int8",
+            "kv-cache-dtype",
+        )
+    if device.type == "cuda" and options.kv_address_mode == "contiguous":
+        raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
+    if device.type == "cpu":  # else it is a matter of the memory that is free
+        check_host_tier(options.host_cache_memory, device)
+    check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
+    tier_blocks(options.host_cache_memory, 1, prefix_cache=options.prefix_cache)
+    _disk_blocks(options, 1)
+    if options.remote_cache is not None:
+        from penstock.engine.remote_tier import check_remote_tier  # others need no store's libraries
+
+        check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
+
+
 def build_engine(
     options: EngineOptions,
     clock: Clock,
@@ -105,22 +126,10 @@ def build_engine(
         Unavailable: there is no KV pool server.
         RankFailed: a rank's process has ended.
     """
-    check_options(options)
-    speculation = make_speculation(options.speculative_config)
     device = device_of(options.device)
-    if device.type == "cpu" and KV_DTYPES[options.kv_cache_dtype] == "float8_e4m3fn":
-        raise ConfigError(
-            f"kv-cache-dtype: {options.kv_cache_dtype!r}, there are no kernels for it on a CPU, allowed are auto, int8",
-            "kv-cache-dtype",
-        )
-    if device.type == "cuda" and options.kv_address_mode == "contiguous":
-        raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
+    check_engine(options, device)
+    speculation = make_speculation(options.speculative_config)
     check_host_tier(options.host_cache_memory, device)
-    check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
-    if options.remote_cache is not None:
-        from penstock.engine.remote_tier import check_remote_tier  # others need no store's libraries
-
-        check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load

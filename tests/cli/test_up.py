@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.cli.deployment import TABLES
-from penstock.cli.up import environments, warnings_about
+from penstock.cli.main import main
+from penstock.cli.up import _show, environments, warnings_about
 from penstock.core.errors import ConfigError
 from penstock.service.deployment_file import parse
 
@@ -61,3 +62,40 @@ def test_engines_share_the_cores_unless_somebody_said_otherwise():
 def test_whoever_serves_everybody_is_told(top, ours, open_to_all):
     said = [w for w in warnings_about(deployment(top), ours) if "no api-key" in w]
     assert bool(said) == open_to_all
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("remote-cache: 'redis://host:6379'", "--remote-cache: 'redis://host:6379', allowed: file://"),
+        ("remote-cache: 'file:///mnt?sise=1G'", "--remote-cache: file has no option 'sise', allowed: size, timeout"),
+        ("remote-cache: 'file:///mnt', tensor-parallel-size: 2", "--remote-cache: 'file:///mnt', not supported yet"),
+        ("remote-cache: 'file:///mnt', enable-prefix-caching: false", "--remote-cache: 'file:///mnt' without prefix"),
+        ("disk-cache: /tmp, enable-prefix-caching: false", "--disk-cache-size: 16.0 GiB without prefix caching"),
+        ("host-cache-memory: 1G", "--host-cache-memory: 1.0 GiB below a CPU"),
+        ("kv-cache-dtype: fp8", "--kv-cache-dtype: 'fp8', there are no kernels for it on a CPU"),
+        ("device: cuda, kv-address-mode: contiguous", "--kv-address-mode: 'contiguous', on a CUDA device"),
+    ],
+)
+def test_what_an_engine_would_refuse_fails_the_check(tmp_path, capsys, settings, said):
+    file = tmp_path / "up.yaml"
+    file.write_text(f"model: demo\ninstances: [{{{settings}}}]\n")
+    assert main(["up", str(file), "--check"]) == 2
+    assert capsys.readouterr().err.startswith(f"penstock: {said}")
+
+
+@pytest.mark.parametrize(
+    ("top", "joins", "shown", "hidden"),
+    [
+        ("", False, ["penstock up", "frontend", "master"], []),
+        ("host: 'fd00::7'\nserved-model-name: ['[/a]']", False, ["penstock up: [/a]", "[fd00::7]:8000"], []),
+        ("cluster: {registry: 'etcd://127.0.0.1:2379/x', masters: 2}", False, ["frontend", "master 2"], []),
+        ("cluster: {}", True, ["penstock join"], ["frontend", "master"]),
+        ("cluster: {registry: 'etcd://127.0.0.1:2379/x', masters: 1}", True, ["master"], ["frontend"]),
+    ],
+)
+def test_what_runs_here_is_shown(capsys, top, joins, shown, hidden):
+    _show(deployment(top), joins=joins)
+    table = " ".join(capsys.readouterr().out.split())
+    assert all(word in table for word in shown)
+    assert not any(word in table for word in hidden)
