@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from penstock.cli.devices import THIS_MACHINE, MeasuredSteps, measure, save_device, saved_file
 
 VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
-EXTRAS = {"aiohttp": "bench", "huggingface-hub": "hub"}
+DEVELOPMENT = "penstock[dev]"
 Row = tuple[str, str, str]  # what, "ok" | "missing" | "note", what was found
 
 
@@ -37,13 +39,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; 1 when something that serving needs is missing. Raises ConfigError when it cannot be saved, or
     on a model that cannot be served."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="penstock doctor", title_justify="left", show_header=False, box=None, padding=(0, 2))
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
     rows = list(examine(None if args.save is None else Path(args.save) if args.save else saved_file(), args.model))
     for what, state, found in rows:
-        table.add_row(what, marks[state], found)
+        table.add_row(escape(what), marks[state], escape(found))
     Console().print(table)
     return 1 if any(state == "missing" for _, state, _ in rows) else 0
 
@@ -142,18 +145,26 @@ def _speed(save: Path | None, model: str | None) -> Iterator[Row]:
 
 
 def _packages() -> Iterator[Row]:
-    needed = [line for line in metadata.requires("penstock") or [] if "extra ==" not in line and "torch" not in line]
-    for name in needed:
-        package = name.split(";")[0].split("<")[0].split(">")[0].split("=")[0].strip()
-        try:
-            yield package, "ok", metadata.version(package)
-        except metadata.PackageNotFoundError:
-            yield package, "missing", f"pip install '{package}'"
-    for package, extra in EXTRAS.items():
-        try:
-            yield package, "ok", metadata.version(package)
-        except metadata.PackageNotFoundError:
-            yield package, "note", f"only for penstock[{extra}]"
+    optional: dict[str, list[str]] = {}
+    for line in metadata.requires("penstock") or []:
+        package = re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        extra = re.search(r"extra == .(\w+)", line)
+        if extra is not None:
+            optional.setdefault(package, []).append(f"penstock[{extra[1]}]")
+        elif package != "torch":  # of which more is said
+            found = _version(package)
+            yield package, "ok" if found else "missing", found or f"pip install '{package}'"
+    for package, extras in optional.items():
+        if extras != [DEVELOPMENT]:
+            found = _version(package)
+            needs = ", ".join(extra for extra in extras if extra != DEVELOPMENT)
+            yield package, "ok" if found else "note", found or f"only for {needs}"
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def _demo() -> Iterator[Row]:

@@ -44,6 +44,20 @@ def test_doctor_shows_the_speed_and_writes_nothing(measured, cache, capsys):
         load_device("this-machine")
 
 
+def test_doctor_names_the_extra_that_a_missing_package_is_for(measured, capsys, monkeypatch):
+    def version(package):
+        raise doctor.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 1
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["aetcd", "note", "only", "for", "penstock[etcd]"] in shown
+    assert ["aiohttp", "note", "only", "for", "penstock[adopt],", "penstock[bench]"] in shown
+    assert ["numpy", "missing", "pip", "install", "'numpy'"] in shown
+    assert not any(line[:1] == ["pytest"] for line in shown)
+
+
 def test_doctor_saves_where_this_machine_is_looked_for(cache, capsys):
     assert main(["doctor", "--save"]) == 0
     assert list(cache.rglob("*.json")) == [saved_file()]
