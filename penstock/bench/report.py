@@ -72,9 +72,9 @@ def show_serve(console: Console, document: Mapping[str, Any]) -> None:
     if verification := document.get("verification"):
         console.print(_verification(verification))
         for found in verification["differences"]:
-            console.print(f"request {found['number']}: {found['what']}", style="red", highlight=False)
+            console.print(f"request {found['number']}: {found['what']}", style="red", highlight=False, markup=False)
     for note in notes(document):
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
 
 
 def show_slo(console: Console, document: Mapping[str, Any]) -> None:
@@ -171,7 +171,9 @@ def compare(console: Console, new: Mapping[str, Any], old: Mapping[str, Any]) ->
     ]
     for name in names:
         shown = f"{old['config'].get(name)} then, {new['config'].get(name)} now"
-        console.print(f"note: --{name.replace('_', '-')} differs: {shown}", style="yellow", highlight=False)
+        console.print(
+            f"note: --{name.replace('_', '-')} differs: {shown}", style="yellow", highlight=False, markup=False
+        )
     if new["client_host"] != old["client_host"]:
         console.print("note: the two were measured from different machines", style="yellow")
 
@@ -240,7 +242,9 @@ def _goodput(goodput: Mapping[str, Any]) -> Table:
 
 def _show_server(console: Console, server: Mapping[str, Any]) -> None:
     if server["missing"] is not None:
-        console.print(f"the server's own view is missing: {server['missing']}", style="yellow", highlight=False)
+        console.print(
+            f"the server's own view is missing: {server['missing']}", style="yellow", highlight=False, markup=False
+        )
         return
     table = Table(title="the server's own view")
     for name in ("", "unit", "server", "client", "client - server"):

@@ -261,10 +261,11 @@ def _answer_lines(chat: Chat) -> int:
 
 def _talk(chat: Chat) -> int:
     from rich.console import Console
+    from rich.markup import escape
 
     _edit_lines()
     console = Console(highlight=False)
-    console.print(f"{chat.model}  [dim]/help for commands, Ctrl-D to leave[/dim]")
+    console.print(f"{escape(chat.model)}  [dim]/help for commands, Ctrl-D to leave[/dim]")
     while True:
         try:
             prompt = _read_prompt()

@@ -71,6 +71,17 @@ def test_comparison_tells_what_differs():
     assert "--json" not in text
 
 
+def test_what_others_said_is_no_markup():
+    new, old = serve_document(base_url="http://[fd00::7]:8000"), serve_document(base_url="http://[fd00::8]:8000")
+    assert "http://[fd00::8]:8000 then, http://[fd00::7]:8000 now" in shown(report.compare, new, old)
+    new["server"]["missing"] = "no [/metrics]"
+    new["verification"] = {"checked": 1, "differ": 1, "begun": 0, "unchecked": 0}
+    new["verification"]["differences"] = [{"number": 0, "what": "'[/b]' and not '[b]'"}]
+    text = shown(report.show_serve, new)
+    assert "missing: no [/metrics]" in text
+    assert "request 0: '[/b]' and not '[b]'" in text
+
+
 def test_notes_warn_of_what_flatters_or_spoils():
     assert list(report.notes(serve_document())) == []
     doubtful = serve_document()
