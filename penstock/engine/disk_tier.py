@@ -38,7 +38,7 @@ from penstock.core.version import VERSION
 from penstock.engine.block_views import address_of, processor_of, views_of
 from penstock.engine.cache import KVCache
 from penstock.engine.disk_folders import LAYOUT_BYTES, Folder, Leftovers
-from penstock.engine.mover import PIECE, Mover
+from penstock.engine.mover import PIECE, SlotMover
 from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Kept, Tier
@@ -64,7 +64,7 @@ class DiskTier(NamedTuple):
         block_seconds: that reading a block took at the start.
     """
 
-    mover: Mover
+    mover: SlotMover
     tier: Tier
     block_seconds: float
 
@@ -111,7 +111,7 @@ class Index:
 
 
 class DiskSlots:
-    """A `Way` to slots in a file, and their `Journal`.
+    """`Slots` in a file, and their `Journal`.
 
     Blocks in the host's memory are written from where they lie, past the page cache where the file system allows it:
     that has the weights.
@@ -269,7 +269,7 @@ def open_disk_tier(
     if size > (room := slots.room()):
         log.warning("%s: %.1f GiB, there is room for %.1f GiB", SIZE_OPTION, size / 2**30, room / 2**30)
     piece = max(1, min(PIECE, PIECE_BYTES // block_bytes))
-    return DiskTier(Mover(slots, journal=slots, piece=piece), tier, slots.block_seconds)
+    return DiskTier(SlotMover(slots, journal=slots, piece=piece), tier, slots.block_seconds)
 
 
 def check_disk_tier(directory: str | None, size: int | None, device: torch.device, ranks: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.engine.cache import KVCache
 from penstock.engine.memory import available_memory
-from penstock.engine.mover import Mover
+from penstock.engine.mover import SlotMover
 from penstock.kv.connector import Move
 from penstock.transfer.memory import PoolMemory
 
@@ -121,11 +121,11 @@ class PinnedSlots(HostSlots):
         self._arrived.synchronize()
 
 
-def open_host_tier(cache: KVCache, num_slots: int) -> Mover:
+def open_host_tier(cache: KVCache, num_slots: int) -> SlotMover:
     """Open the tier below a cache, with so many slots. Raises ConfigError when they cannot be allocated."""
     size = num_slots * cache.layout.block_bytes
     log.info("%d blocks (%.0f MiB) of copies in the host's memory", num_slots, size / 2**20)  # pinning takes a while
-    return Mover(HostSlots(cache, num_slots) if cache.slots.is_cpu else PinnedSlots(cache, num_slots))
+    return SlotMover(HostSlots(cache, num_slots) if cache.slots.is_cpu else PinnedSlots(cache, num_slots))
 
 
 def check_host_tier(asked: int | None, device: torch.device) -> None:

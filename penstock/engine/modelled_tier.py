@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.engine.mover import Mover
+from penstock.engine.mover import SlotMover
 from penstock.kv.connector import Move
 from penstock.sched.steptime import StepTime
 from penstock.transfer.memory import PoolMemory
@@ -18,7 +18,7 @@ log = logging.getLogger("penstock.engine")
 
 
 class ModelledSlots:
-    """A `Way` between a pool of digests and slots for them.
+    """`Slots` for digests of a pool.
 
     Args:
         memory: the pool; each block begins with BLOCK_TOKENS digests of 8 bytes.
@@ -64,7 +64,7 @@ class ModelledSlots:
         del self._blocks
 
 
-def open_modelled_tier(memory: PoolMemory, num_slots: int, times: StepTime) -> Mover:
+def open_modelled_tier(memory: PoolMemory, num_slots: int, times: StepTime) -> SlotMover:
     """What carries blocks between a pool and so many slots.
 
     Args:
@@ -72,4 +72,4 @@ def open_modelled_tier(memory: PoolMemory, num_slots: int, times: StepTime) -> M
     """
     block_bytes = times.shape.block_bytes
     log.info("%d blocks (%.0f MiB) of copies in the host's memory", num_slots, num_slots * block_bytes / 2**20)
-    return Mover(ModelledSlots(memory, num_slots, seconds=times.load_blocks_ms(1) / 1e3, block_bytes=block_bytes))
+    return SlotMover(ModelledSlots(memory, num_slots, seconds=times.load_blocks_ms(1) / 1e3, block_bytes=block_bytes))

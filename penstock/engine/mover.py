@@ -1,6 +1,6 @@
 """The thread that copies blocks between the device and a tier below it, as `sched.local.offload` orders.
 
-A `Carrier` does what is ordered; the order of it is the same for all tiers. Where a tier has slots, a `Way` copies to
+A `Copier` does what is ordered; the order of it is the same for all tiers. Where a tier has slots, `Slots` copies to
 and from them, and what they have is verified here.
 """
 
@@ -24,7 +24,7 @@ PIECE = 16  # blocks; copying them takes the host's memory milliseconds
 COMPLAIN_EVERY = 60.0  # seconds
 
 
-class Carrier(Protocol):
+class Copier(Protocol):
     """Does what is ordered. One thread calls it; an error ends the order.
 
     Attributes:
@@ -62,7 +62,7 @@ class Carrier(Protocol):
         ...
 
 
-class Way(Protocol):
+class Slots(Protocol):
     """Copies blocks to a tier's slots and back. One thread calls it."""
 
     @property
@@ -114,35 +114,35 @@ class _Order(NamedTuple):
     kind: Literal["push", "pull", "ask"]
 
 
-class Courier:
+class Mover:
     """A `KVTier`: takes orders from one thread, and has them carried out in order in its own.
 
     Pulls and questions come before waiting pushes. A failure ends the order, not the engine.
     """
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
         self._handles = count(1)
         self._desk = desk = _Desk()
-        thread = threading.Thread(target=_Worker(desk, carrier).work, name="penstock-mover", daemon=True)
+        thread = threading.Thread(target=_Worker(desk, copier).work, name="penstock-mover", daemon=True)
         # the memory must outlive a running copy, also at interpreter exit
-        self._stop = weakref.finalize(self, _stop, thread, desk, carrier)
+        self._stop = weakref.finalize(self, _stop, thread, desk, copier)
         thread.start()
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return self._carrier.block_bytes
+        return self._copier.block_bytes
 
     @property
     def away(self) -> bool:
         """Whether the tier does not answer at present."""
-        return self._carrier.away
+        return self._copier.away
 
     @property
     def full(self) -> bool:
         """Whether it takes nothing at present."""
-        return self._carrier.full
+        return self._copier.full
 
     def fileno(self) -> int:
         return self._desk.bell.fd
@@ -171,24 +171,24 @@ class Courier:
         return order.handle
 
 
-class Mover(Courier):
-    """Over the slots of a `Way`. The key and checksum of each slot's content are kept, and a pull verifies them.
+class SlotMover(Mover):
+    """Over `Slots`. The key and checksum of each slot's content are kept, and a pull verifies them.
 
     Args:
         checksum: of a slot's bytes.
         journal: None where slots are empty at first and do not outlive this.
-        piece: see `Carrier`.
+        piece: see `Copier`.
     """
 
     def __init__(
         self,
-        way: Way,
+        slots: Slots,
         checksum: Callable[[memoryview], int] = checksum_of,
         journal: Journal | None = None,
         piece: int = PIECE,
     ) -> None:
-        self._way = way
-        super().__init__(_Slots(way, checksum, journal, piece))
+        self._slots = slots
+        super().__init__(_SlotCopier(slots, checksum, journal, piece))
 
 
 class _Desk:
@@ -253,8 +253,8 @@ class _Desk:
 class _Worker:
     """What the thread does."""
 
-    def __init__(self, desk: _Desk, carrier: Carrier) -> None:
-        self._desk, self._carrier = desk, carrier
+    def __init__(self, desk: _Desk, copier: Copier) -> None:
+        self._desk, self._copier = desk, copier
         self._done = 0  # blocks of the first push
         self._took = 0.0  # for those
         self._complain = Complaints()
@@ -278,53 +278,55 @@ class _Worker:
     def _carry_out(self, order: _Order) -> int:
         """Of a push a piece. Returns how many of its blocks are done."""
         if order.kind == "pull":
-            return self._carrier.load(order.moves)
+            return self._copier.load(order.moves)
         if order.kind == "ask":
-            return self._carrier.find(order.moves)
-        moves = order.moves[self._done : self._done + self._carrier.piece]
-        self._carrier.store(moves)
+            return self._copier.find(order.moves)
+        moves = order.moves[self._done : self._done + self._copier.piece]
+        self._copier.store(moves)
         self._done += len(moves)
         return self._done
 
 
-class _Slots:
-    """A `Carrier` to and from slots."""
+class _SlotCopier:
+    """A `Copier` to and from slots."""
 
     away = full = False
 
-    def __init__(self, way: Way, checksum: Callable[[memoryview], int], journal: Journal | None, piece: int) -> None:
+    def __init__(
+        self, slots: Slots, checksum: Callable[[memoryview], int], journal: Journal | None, piece: int
+    ) -> None:
         self.piece = piece
-        self._way, self._checksum, self._journal = way, checksum, journal
+        self._slots, self._checksum, self._journal = slots, checksum, journal
         # slot -> key and checksum of what lies there
         self._stored: dict[int, tuple[bytes, int]] = {} if journal is None else dict(journal.stored)
         self._complain = Complaints()
 
     @property
     def block_bytes(self) -> int:
-        return self._way.block_bytes
+        return self._slots.block_bytes
 
     def store(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self._stored.pop(move.slot, None)
-        for move, content in zip(moves, self._way.store(moves), strict=True):
+        for move, content in zip(moves, self._slots.store(moves), strict=True):
             checksum = self._checksum(content)
             if self._journal is not None:
                 self._journal.write(move, checksum)
             self._stored[move.slot] = move.key, checksum
 
     def load(self, moves: Sequence[Move]) -> int:
-        return self._way.load(takewhile(self._is_sound, moves))
+        return self._slots.load(takewhile(self._is_sound, moves))
 
     def find(self, moves: Sequence[Move]) -> int:
         stored = {key for key, _ in self._stored.values()}
         return sum(1 for _ in takewhile(lambda move: move.key in stored, moves))
 
     def close(self) -> None:
-        self._way.close()
+        self._slots.close()
 
     def _is_sound(self, move: Move) -> bool:
         """Whether a slot's key and checksum are those stored."""
-        if self._stored.get(move.slot) == (move.key, self._checksum(self._way.content(move.slot))):
+        if self._stored.get(move.slot) == (move.key, self._checksum(self._slots.content(move.slot))):
             return True
         self._complain("a copy of a block is not what was stored: what it held is computed again")
         return False
@@ -342,9 +344,9 @@ class Complaints:
             log.warning(message, *args)
 
 
-def _stop(thread: threading.Thread, desk: _Desk, carrier: Carrier) -> None:
+def _stop(thread: threading.Thread, desk: _Desk, copier: Copier) -> None:
     desk.close()
     if thread is not threading.current_thread():
         thread.join()
-    carrier.close()
+    copier.close()
     desk.bell.close()

@@ -17,7 +17,7 @@ from penstock.core.layout import KVLayout
 from penstock.core.version import VERSION
 from penstock.engine.block_views import BlockViews, processor_of, views_of
 from penstock.engine.cache import KVCache
-from penstock.engine.mover import Complaints, Courier
+from penstock.engine.mover import Complaints, Mover
 from penstock.kv.connector import Move
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.block_store import BlockStore
@@ -40,7 +40,7 @@ class RemoteTier(NamedTuple):
         block_seconds: that getting a block took at the start.
     """
 
-    mover: Courier
+    mover: Mover
     name: str
     block_seconds: float
 
@@ -64,8 +64,8 @@ class _Pause:
         self._ends, self._next = 0.0, FIRST_PAUSE
 
 
-class StoreCarrier:
-    """A `Carrier` to and from a store.
+class StoreCopier:
+    """A `Copier` to and from a store.
 
     A store that cannot be reached, or takes nothing more, is left alone for a while: whatever is ordered meanwhile
     fails at once.
@@ -164,7 +164,7 @@ def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
         log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
     except Unavailable as error:
         log.warning("%s: %s; it is tried again later, and all is computed meanwhile", OPTION, error)
-    mover = Courier(StoreCarrier(views, lambda: stores.open_store(url, namespace, size), store))
+    mover = Mover(StoreCopier(views, lambda: stores.open_store(url, namespace, size), store))
     return RemoteTier(mover, f"{url.partition('?')[0]} {namespace}", seconds)
 
 

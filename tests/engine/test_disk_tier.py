@@ -29,7 +29,7 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import KVCache
 from penstock.engine.disk_folders import Folder, Leftovers
 from penstock.engine.disk_tier import RECORD_BYTES, UNMEASURED, DiskSlots, check_disk_tier, open_disk_tier
-from penstock.engine.mover import Mover
+from penstock.engine.mover import SlotMover
 from penstock.engine.server import stats_of
 from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
@@ -73,7 +73,7 @@ class Disks(RuleBasedStateMachine):
         disk = DiskSlots(self.cache, self.folder, slots, others=self.others)
         self.tier = Tier(slots, "disk")
         self.tier.restore(disk.kept)
-        self.mover = Mover(disk, CHECKSUM, disk, piece=2)
+        self.mover = SlotMover(disk, CHECKSUM, disk, piece=2)
         self.files = disk.folder
 
     def content(self, key):

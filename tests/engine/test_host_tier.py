@@ -15,7 +15,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import KVCache
 from penstock.engine.host_tier import PinnedSlots, check_host_tier
-from penstock.engine.mover import Mover
+from penstock.engine.mover import SlotMover
 from penstock.kv.connector import Move
 from penstock.kv.pool import Published
 from penstock.kv.tier import Tier
@@ -320,8 +320,8 @@ def test_pinned_slots_bring_back_what_a_step_has_left():
         block_bytes=4 << 18,
     )
     cache = KVCache.on_device(layout, 64, torch.device("cuda"))
-    mover = Mover(PinnedSlots(cache, 48), CHECKSUM)
-    assert mover._way._slots.is_pinned()
+    mover = SlotMover(PinnedSlots(cache, 48), CHECKSUM)
+    assert mover._slots._slots.is_pinned()
     for _ in range(3):
         cache.blocks.random_(256)
         cache.settle()  # a step's kernels may still run when it is reported

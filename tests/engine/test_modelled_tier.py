@@ -114,7 +114,7 @@ def test_what_was_evicted_is_loaded_and_the_text_is_the_same(built):
 def test_many_talks_that_do_not_fit(built):
     """Also with a tier that holds few of them, and a mover that fails now and then."""
     rng = random.Random(5)
-    way = built.engine.movers["host"]._way
+    way = built.engine.movers["host"]._slots
     store, stored = way.store, []
 
     def often(moves):
@@ -141,7 +141,7 @@ def test_a_copy_that_changed_is_never_used(built, place):
     run(built, first)
     for number in (1, 2):
         run(built, make_request(str(number), prompt_of(number)))
-    way = built.engine.movers["host"]._way
+    way = built.engine.movers["host"]._slots
     built.engine.settle()
     built.engine.move()
     tier = built.engine.scheduler.offload.lanes[0].tier
@@ -180,7 +180,7 @@ class Served:
 
     def __init__(self, folder, blocks):
         self.built = build(kv_blocks=blocks)
-        self.way = self.built.engine.movers["host"]._way
+        self.way = self.built.engine.movers["host"]._slots
         self.open = threading.Event()
         self.open.set()
         load, self.loading = self.way.load, threading.Event()

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from penstock.engine.mover import PIECE, Mover
+from penstock.engine.mover import PIECE, SlotMover
 from penstock.kv.connector import Move, Moved
 
 BYTES = 8
 
 
 class Shelves:
-    """A `Way` between two lists. It waits at `gate`, and fails where `fails` is set."""
+    """`Slots`: copies between two lists. It waits at `gate`, and fails where `fails` is set."""
 
     block_bytes = BYTES
 
@@ -68,7 +68,7 @@ def shelves():
 
 @pytest.fixture
 def mover(shelves):
-    mover = Mover(shelves)
+    mover = SlotMover(shelves)
     yield mover
     shelves.gate.set()
     mover.close()
@@ -88,11 +88,11 @@ def has_rung(mover, seconds=0.0):
 
 
 def push(moves):
-    return Mover.push, moves
+    return SlotMover.push, moves
 
 
 def pull(moves):
-    return Mover.pull, moves
+    return SlotMover.pull, moves
 
 
 def give(mover, *orders):
@@ -117,7 +117,7 @@ def test_what_was_stored_is_loaded(mover, shelves):
 
 def test_it_knows_which_keys_it_has(mover):
     def there(*numbers):
-        (answer,) = carried(mover, (Mover.ask, tuple(Move(i, 0, key(n)) for i, n in enumerate(numbers))))
+        (answer,) = carried(mover, (SlotMover.ask, tuple(Move(i, 0, key(n)) for i, n in enumerate(numbers))))
         return len(answer.blocks)
 
     assert there(0) == 0
@@ -225,7 +225,7 @@ def test_a_store_of_which_a_later_piece_fails_is_none(mover, shelves):
 
 
 def test_closing_waits_for_what_is_under_way_and_drops_the_rest(shelves):
-    mover = Mover(shelves)
+    mover = SlotMover(shelves)
     shelves.gate.clear()
     give(mover, push(moves(1)), push(moves(1, slots=1)))
     shelves.wait_begun()
@@ -239,7 +239,7 @@ def test_closing_waits_for_what_is_under_way_and_drops_the_rest(shelves):
 
 def test_it_ends_with_its_owner(shelves):
     before = set(threading.enumerate())
-    mover = Mover(shelves)
+    mover = SlotMover(shelves)
     (thread,) = set(threading.enumerate()) - before
     del mover
     gc.collect()

@@ -197,7 +197,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while(engines, memory, patient, 
     second = engines("file:///x")
     memory.fails = True
     monkeypatch.setattr(remote_tier, "FIRST_PAUSE", 1e6)
-    second.engine.movers["remote"]._carrier._away.end()
+    second.engine.movers["remote"]._copier._away.end()
     with caplog.at_level(logging.WARNING):
         assert second.ask("a") == (tokens, 0)
     assert "the remote cache fails" in caplog.text
@@ -207,7 +207,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while(engines, memory, patient, 
     second.ask("b", prompt_of(1, 250))
     assert len(memory.calls) == calls
     memory.fails = False
-    second.engine.movers["remote"]._carrier._away.end()  # as after a while
+    second.engine.movers["remote"]._copier._away.end()  # as after a while
     for number in (2, 3, 4):
         second.ask(f"o{number}", prompt_of(number, 250))
     assert second.ask("again") == (tokens, 3 * BLOCK_TOKENS)
@@ -240,7 +240,7 @@ def test_an_engine_starts_without_its_store_and_uses_it_when_it_is_there(engines
     assert "nobody there" in caplog.text
     assert second.ask("a") == (tokens, 0)
     monkeypatch.setattr(stores, "open_store", lambda *_: memory)
-    second.engine.movers["remote"]._carrier._away.end()  # as after a while
+    second.engine.movers["remote"]._copier._away.end()  # as after a while
     for number in (2, 3, 4):
         second.ask(f"o{number}", prompt_of(number, 250))
     assert second.ask("again") == (tokens, 3 * BLOCK_TOKENS)

@@ -18,7 +18,7 @@ from penstock.engine.executor import InlineExecutor
 from penstock.engine.host_tier import HostSlots, PinnedSlots
 from penstock.engine.loop import Engine
 from penstock.engine.memory import MAPPINGS
-from penstock.engine.mover import Courier, Mover, Way
+from penstock.engine.mover import Mover, SlotMover, Slots
 from penstock.engine.remote_tier import open_remote_tier
 from penstock.engine.runner import Runner
 from penstock.kv.pool import BlockPool
@@ -62,7 +62,7 @@ def make_engine(
     host: bool | None = None,
     store: str | None = None,
     graph_mode: str = "auto",
-    way: Callable[[Way], Way] = lambda way: way,
+    way: Callable[[Slots], Slots] = lambda way: way,
     grammars: Grammars | None = None,
     speculation: Speculation | None = None,
 ) -> Engine:
@@ -92,16 +92,16 @@ def make_engine(
         memory.close()  # the cache has its own mapping
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     windows = windows_of(layout.groups)
-    pool, lanes, movers = BlockPool(range(blocks), windowed=windows[0] is not None), list[Lane](), dict[str, Courier]()
+    pool, lanes, movers = BlockPool(range(blocks), windowed=windows[0] is not None), list[Lane](), dict[str, Mover]()
     slots *= len(windows)
     if slots and (disk is None and store is None if host is None else host):
         lanes.append(Lane(Tier(slots), mirrors=True))
-        movers["host"] = Mover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
+        movers["host"] = SlotMover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
     if slots and disk is not None:
         on_disk = DiskSlots(cache, disk, slots)
         lanes.append(Lane(Tier(slots, "disk")))
         lanes[-1].tier.restore(on_disk.kept)
-        movers["disk"] = Mover(way(on_disk), CHECKSUM, on_disk)
+        movers["disk"] = SlotMover(way(on_disk), CHECKSUM, on_disk)
     if store is not None:
         remote = open_remote_tier(cache, store)
         movers["remote"] = remote.mover
