@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -28,9 +28,9 @@ from prometheus_client.utils import floatToGoString
 from penstock.core.request import FinishReason
 from penstock.core.structured_outputs import KINDS
 from penstock.core.wire.engine import EngineStats, TierStats
+from penstock.obs.fleet_metrics import PREFIX, FleetCollector, IdealCollector
 from penstock.obs.logs import SERVICE_CLASSES, RequestRecord
 
-PREFIX = "penstock:"
 ENGINE_LABELS = ["model_name", "engine"]
 SAME = "; of the engine, so the same in every frontend"  # in the help of series with these labels
 
@@ -416,81 +416,6 @@ class _Generated(Collector):
         yield family
 
 
-class _Fleet(Collector):
-    """Counters of the master's, which begins anew when it is another one.
-
-    Attributes:
-        seconds: instance-seconds; None while no master has said.
-        starts: path -> how many, and seconds together.
-        changes: "start", "stop", "move" or "restart" -> how many were decided on.
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self.seconds: float | None = None
-        self.changes: Mapping[str, int] = {}
-        self.starts: Mapping[str, tuple[int, float]] = {}
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Family]:
-        same, paths = "; of the deployment, as its master counts", ["model_name", "path"]
-        cost = CounterMetricFamily(
-            PREFIX + "instance_seconds", "Time that instances held their devices" + same, labels=["model_name"]
-        )
-        if self.seconds is not None:
-            cost.add_metric([self._model_name], self.seconds)
-        starts = CounterMetricFamily(PREFIX + "instance_starts", "Instances that were started" + same, labels=paths)
-        took = CounterMetricFamily(
-            PREFIX + "instance_start_seconds", "Time from the orders until these could be reached" + same, labels=paths
-        )
-        for path, (count, seconds) in self.starts.items():
-            starts.add_metric([self._model_name, path], count)
-            took.add_metric([self._model_name, path], seconds)
-        changes = CounterMetricFamily(
-            PREFIX + "instance_changes",
-            "Instances that were started, stopped or moved to a role to scale, or restarted for being slow" + same,
-            labels=["model_name", "what"],
-        )
-        for what, count in self.changes.items():
-            changes.add_metric([self._model_name, what], count)
-        return [cost, starts, took, changes]
-
-
-class _Ideal(Collector):
-    """What came, and what of it an ideal cache would have found, as the master counts it.
-
-    Attributes:
-        said: prompt tokens, those that would have been found, and whether these are all; None while no master has said.
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self.said: tuple[int, int, bool] | None = None
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Family]:
-        if self.said is None:
-            return
-        asked, found, complete = self.said
-        same = "; of the deployment, as its master counts"
-        for name, help, tokens in (
-            ("prefix_ideal_queries", "Prompt tokens that were asked a place for", asked),
-            (
-                "prefix_ideal_hits",
-                "Those of them that a cache without end which all instances share would have found",
-                found,
-            ),
-        ):
-            family = CounterMetricFamily(PREFIX + name, help + same, labels=["model_name"])
-            family.add_metric([self._model_name], tokens)
-            yield family
-        bound = GaugeMetricFamily(
-            PREFIX + "prefix_ideal_is_lower_bound",
-            "1 if there were so many blocks that some are no longer known, and ideal hits are too few" + same,
-            labels=["model_name"],
-        )
-        bound.add_metric([self._model_name], not complete)
-        yield bound
-
-
 class Metrics:
     """The metrics of one served model, in a registry of their own.
 
@@ -510,9 +435,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._generated = _Generated(model_name, self._count)
         self.registry.register(self._generated)
-        self._fleet = _Fleet(model_name)
+        self._fleet = FleetCollector(model_name)
         self.registry.register(self._fleet)
-        self._ideal = _Ideal(model_name)
+        self._ideal = IdealCollector(model_name)
         self.registry.register(self._ideal)
         self._series = _EngineSeries(model_name, self.registry)
         self._queue = self._series.waiting.labels(model_name, MASTER)
@@ -546,31 +471,13 @@ class Metrics:
         self._computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens that were in no cache", TOKENS
         )
-        success = Counter(
-            PREFIX + "request_success",
+        self._success = self._counters(
+            "request_success",
             "Requests that ended, by how",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+            "finished_reason",
+            [reason.value for reason in FinishReason],
         )
-        self._success = {reason.value: success.labels(model_name, reason.value) for reason in FinishReason}
-        goodput = Counter(
-            PREFIX + "goodput_requests",
-            "Requests that were answered in full, and within their targets where they had any",
-            ["model_name", "class"],
-            registry=self.registry,
-        )
-        attainment = Gauge(
-            PREFIX + "slo_attainment_ratio",
-            f"Share that kept its targets, of the last {ATTAINMENT_OVER} requests with any; NaN without one",
-            ["model_name", "class"],
-            registry=self.registry,
-        )
-        self._classes = {
-            name: _ServiceClass(goodput.labels(model_name, name), attainment.labels(model_name, name))
-            for name in SERVICE_CLASSES
-        }
-        for served in self._classes.values():
-            served.attainment.set(nan)
+        self._classes = self._service_classes()
         self._http = Counter(
             PREFIX + "http_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
         )
@@ -580,21 +487,54 @@ class Metrics:
             ["model_name", "policy", "reason"],
             registry=self.registry,
         )
-        structured = Counter(
-            PREFIX + "structured_requests",
-            "Prompts whose outputs are to have a form, by what says which",
-            ["model_name", "kind"],
-            registry=self.registry,
+        self._structured = self._counters(
+            "structured_requests", "Prompts whose outputs are to have a form, by what says which", "kind", KINDS
         )
-        self._structured = {kind: structured.labels(model_name, kind) for kind in KINDS}
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
-        recoveries = Counter(
-            PREFIX + "recoveries",
-            "Sequences that went on elsewhere after a loss; fetch, remap: KV came from a peer, from the "
-            "host's KV pool; cache: some was there",
-            ["model_name", "how"],
+        self._make_recoveries()
+        self._hedged = self._counters(
+            "hedged_requests",
+            "Sequences that began again elsewhere while their engine stood still; overtaken: they went on there; "
+            "returned: the engine went on first",
+            "how",
+            ("overtaken", "returned"),
+        )
+        self._isolated = self._counters(
+            "isolated_requests",
+            "Sequences that were in a step that broke an engine, and went on alone; refused: that broke another one so",
+            "verdict",
+            ("suspected", "refused"),
+        )
+        self._recorded = self._counters(
+            "recorded_requests",
+            "Requests that ended while they were to be recorded for a replay; dropped: they are not in the record",
+            "outcome",
+            ("written", "dropped"),
+        )
+
+    def _service_classes(self) -> dict[str, _ServiceClass]:
+        goodput = self._counters(
+            "goodput_requests",
+            "Requests that were answered in full, and within their targets where they had any",
+            "class",
+            SERVICE_CLASSES,
+        )
+        attainment = Gauge(
+            PREFIX + "slo_attainment_ratio",
+            f"Share that kept its targets, of the last {ATTAINMENT_OVER} requests with any; NaN without one",
+            ["model_name", "class"],
             registry=self.registry,
         )
+        classes = {
+            name: _ServiceClass(goodput[name], attainment.labels(self._model_name, name)) for name in SERVICE_CLASSES
+        }
+        for served in classes.values():
+            served.attainment.set(nan)
+        return classes
+
+    def _make_recoveries(self) -> None:
+        """What went on after a loss: how often, how long that took, and what was predicted."""
+        how = "recompute", "cache", "fetch", "remap"
         took = _Histogram(
             PREFIX + "recovery_seconds",
             "From an interrupted sequence's new place to its next token",
@@ -602,46 +542,27 @@ class Metrics:
             FIRST_TOKEN,
         )
         self.registry.register(took)
-        predicted = Counter(
-            PREFIX + "recovery_predicted_seconds",
-            "The same as it was predicted, in sum; sequences without a prediction count as predicted right",
-            ["model_name", "how"],
-            registry=self.registry,
-        )
-        computed = Counter(
-            PREFIX + "recovery_recompute_seconds",
-            "The same as it was predicted for computing whatever the instance did not have, in sum; what it took less "
-            "is saved",
-            ["model_name", "how"],
-            registry=self.registry,
-        )
-        self._recoveries = {
-            how: [each.labels(model_name, how) for each in (recoveries, predicted, computed)]
-            for how in ("recompute", "cache", "fetch", "remap")
-        }
-        self._recovery_took = {how: took.labels(model_name, how) for how in self._recoveries}
-        hedged = Counter(
-            PREFIX + "hedged_requests",
-            "Sequences that began again elsewhere while their engine stood still; overtaken: they went on there; "
-            "returned: the engine went on first",
-            ["model_name", "how"],
-            registry=self.registry,
-        )
-        self._hedged = {how: hedged.labels(model_name, how) for how in ("overtaken", "returned")}
-        isolated = Counter(
-            PREFIX + "isolated_requests",
-            "Sequences that were in a step that broke an engine, and went on alone; refused: that broke another one so",
-            ["model_name", "verdict"],
-            registry=self.registry,
-        )
-        self._isolated = {verdict: isolated.labels(model_name, verdict) for verdict in ("suspected", "refused")}
-        recorded = Counter(
-            PREFIX + "recorded_requests",
-            "Requests that ended while they were to be recorded for a replay; dropped: they are not in the record",
-            ["model_name", "outcome"],
-            registry=self.registry,
-        )
-        self._recorded = {outcome: recorded.labels(model_name, outcome) for outcome in ("written", "dropped")}
+        counters = [
+            self._counters(name, help, "how", how)
+            for name, help in (
+                (
+                    "recoveries",
+                    "Sequences that went on elsewhere after a loss; fetch, remap: KV came from a peer, from the "
+                    "host's KV pool; cache: some was there",
+                ),
+                (
+                    "recovery_predicted_seconds",
+                    "The same as it was predicted, in sum; sequences without a prediction count as predicted right",
+                ),
+                (
+                    "recovery_recompute_seconds",
+                    "The same as it was predicted for computing whatever the instance did not have, in sum; what it "
+                    "took less is saved",
+                ),
+            )
+        ]
+        self._recoveries = {each: [counter[each] for counter in counters] for each in how}
+        self._recovery_took = {each: took.labels(self._model_name, each) for each in how}
 
     @property
     def generated_tokens(self) -> int:
@@ -831,6 +752,11 @@ class Metrics:
     def _counter(self, name: str, help: str) -> Counter:
         """`name` without `_total`, which the exposition appends."""
         return Counter(PREFIX + name, help, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _counters(self, name: str, help: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+        """The same by the value of a further label."""
+        counter = Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
+        return {value: counter.labels(self._model_name, value) for value in values}
 
     def _histogram(self, name: str, help: str, bounds: Sequence[float]) -> _Buckets:
         metric = _Histogram(PREFIX + name, help, ["model_name"], bounds)
