@@ -95,12 +95,16 @@ def _check_checkpoint(deployment: Deployment) -> None:
     import torch
 
     from penstock.engine.disk_tier import check_disk_tier
+    from penstock.engine.remote_tier import check_remote_tier
     from penstock.nn.loader import read_architecture
 
     directory = find_checkpoint(deployment.model)
     for group in real:
         on_disk = (group.options["disk_cache"], group.options["disk_cache_size"])
-        check_disk_tier(*on_disk, torch.device(group.device), group.ranks)
+        device = torch.device(group.device)
+        check_disk_tier(*on_disk, device, group.ranks)
+        if (url := group.options["remote_cache"]) is not None:
+            check_remote_tier(url, device.type, group.ranks, prefix_cache=group.options["enable_prefix_caching"])
         read_architecture(directory, group.ranks, group.options["max_model_len"])
 
 
