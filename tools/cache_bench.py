@@ -37,10 +37,15 @@ from rich.table import Table
 
 import penstock
 from penstock.cli.scenario_file import TRACES
+from penstock.core.sizes import size
+from penstock.sched.steptime import GEOMETRIES
 
 READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
 LATE = "this host cannot keep the pace"  # in the log of a paced engine
 LONGEST = 131_072  # tokens of a sequence; what is longer is cut
+GEOMETRY = "llama-3.1-8b"
+TIERS = "host-cache-memory", "disk-cache-size", "disk-cache-gbps", "remote-cache-gbps"  # also of the simulator
+RECORD_BYTES = 2 * 4096  # of a block in a store, whose KV is modelled
 SLO = {"ttft-ms": 10_000.0, "tpot-ms": 100.0}  # of every request, on devices at their full speed
 SPREAD = 3.0  # seconds of a tick of the trace's clock
 console = Console(stderr=True)
@@ -145,14 +150,25 @@ def deployment_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         memory = {"kv-cache-memory": options.kv_cache_memory} if options.kv_cache_memory else {}
         engine = {"device": "cpu", "max-model-len": options.max_model_len, "max-num-seqs": 64, **memory}
         return {"model": "demo", "engine": engine, "instances": instances}
-    return {"model": str(long_model(folder)), "engine": modelled(options), "instances": instances}
+    engine = modelled(options) | remote_tier(options, folder)
+    return {"model": str(long_model(folder)), "engine": engine, "instances": instances}
+
+
+def remote_tier(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Of servers: a directory with room for as many blocks as the simulator's store has."""
+    if options.remote_cache_size is None:
+        return {}
+    blocks = size(options.remote_cache_size) // GEOMETRIES[GEOMETRY].block_bytes
+    (folder / "store").mkdir()
+    return {"remote-cache": f"file://{folder / 'store'}?size={blocks * RECORD_BYTES}"}
 
 
 def modelled(options: argparse.Namespace) -> dict[str, Any]:
     """Of servers and of the simulator."""
-    engine = {"device": "modelled:h200", "geometry": "llama-3.1-8b", "noise": 0.05, "slowdown": options.slowdown}
-    tier = {"host-cache-memory": options.host_cache_memory} if options.host_cache_memory else {}
-    return engine | {"max-model-len": options.max_model_len, "max-num-seqs": 128, **tier}
+    engine = {"device": options.device, "geometry": GEOMETRY, "noise": 0.05, "slowdown": options.slowdown}
+    tiers = {name: getattr(options, name.replace("-", "_")) for name in TIERS}
+    given = {name: value for name, value in tiers.items() if value is not None}
+    return engine | {"max-model-len": options.max_model_len, "max-num-seqs": 128, **given}
 
 
 def measure(options: argparse.Namespace, policy: str, folder: Path) -> Found:
@@ -178,11 +194,12 @@ def simulate(options: argparse.Namespace, policy: str, folder: Path) -> Found:
     slow, scale = options.slowdown, options.rate_scale / options.slowdown
     workload = {"trace": options.trace, "rate-scale": scale, "start": options.start, "spread": SPREAD}
     workload |= {"duration": options.seconds * slow, "max-tokens": 4096}
+    store = {} if options.remote_cache_size is None else {"remote-cache-size": options.remote_cache_size}
     scenario = {
         "policy": policy,
         "workload": workload,
         "slo": {name: ms * slow for name, ms in SLO.items()},
-        "engine": modelled(options),
+        "engine": modelled(options) | store,
         "instances": [{"count": options.instances}],
     }
     file, result = folder / "scenario.yaml", folder / "simulation.json"
@@ -230,7 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
         if mode == "paced":
             one.add_argument("--slowdown", type=float, default=slowdown, help="of the devices, and of arrivals")
+            one.add_argument("--device", default="modelled:h200", help="what is modelled")
             one.add_argument("--host-cache-memory", help="of a tier below each device, such as 512G; by default none")
+            one.add_argument("--disk-cache-size", help="of one on a disk of each, such as 4T; by default none")
+            one.add_argument("--disk-cache-gbps", type=float, help="there and back, in gigabits/s; by default 24")
+            one.add_argument("--remote-cache-size", help="of a store that all share, such as 16T; by default none")
+            one.add_argument("--remote-cache-gbps", type=float, help="of each engine, there and back; by default 100")
         else:
             one.set_defaults(slowdown=slowdown)
             one.add_argument("--kv-cache-memory", default="1G", help="of each engine")

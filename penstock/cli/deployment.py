@@ -9,12 +9,13 @@ from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.cli.options import Option, between, integer, number, one_of, switch, text, words
+from penstock.cli.options import Option, between, integer, number, one_of, size, switch, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.core.host_port import read_address, split_host_port
 from penstock.engine.poison import HOW, Poison
 from penstock.sched.local import LOCAL_POLICIES
+from penstock.sched.local.limits import DISK_GBPS, REMOTE_GBPS
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
 from penstock.service.deployment_file import Tables
@@ -33,6 +34,7 @@ MODELLED_TOO = (  # of the engine's options
     "kv-cache-dtype",
     "kv-cache-memory",
     "host-cache-memory",
+    "remote-cache",
     "enable-prefix-caching",
     "tail-key-interval",
     "speculative-config",
@@ -187,6 +189,9 @@ TABLES = Tables(
         Option("geometry", one_of(*GEOMETRIES), None, "the model whose times are modelled; by default the model's own"),
         Option("slowdown", between(1, 1e6), 1.0, "factor on all times, for a host that cannot keep up"),
         Option("noise", between(0, 1), 0.0, "standard deviation of a step's time, relative to it"),
+        Option("disk-cache-size", size, None, "of a KV tier on a disk of each instance, such as 1T; empty at a start"),
+        Option("disk-cache-gbps", number(0, 1e6), DISK_GBPS, "gigabits per second from there, and there"),
+        Option("remote-cache-gbps", number(0, 1e6), REMOTE_GBPS, "the same of remote-cache, for each instance"),
         Option("poison", poison, None, "TOKEN:HOW: a step that computes this token breaks the engine; for drills"),
         Option(
             "kv-blocks",

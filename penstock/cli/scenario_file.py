@@ -35,7 +35,7 @@ def make_tables() -> ScenarioTables:
     engine = {option.name: option for option in TABLES.modelled if isinstance(option, Option)}
     names = (
         *("max-num-seqs", "max-num-batched-tokens", "step-time-limit-ms", "kv-blocks", "kv-cache-dtype"),
-        "enable-prefix-caching",
+        *("enable-prefix-caching", "disk-cache-size", "disk-cache-gbps", "remote-cache-gbps"),
     )
     needed = partial(Option, default=None)
     targets = (
@@ -117,10 +117,7 @@ def make_tables() -> ScenarioTables:
             Option("step-time-error", between(0.01, 100), 1.0, "factor by which steps are believed to take longer"),
             *(engine[name] for name in names),
             Option("host-cache-memory", size, None, "of a tier of KV cache in the host's memory, such as 64G"),
-            Option("disk-cache-size", size, None, "of a tier on a disk of each instance, such as 1T; empty at a start"),
-            Option("disk-cache-gbps", number(0, 1e6), 24.0, "gigabits per second from there, and there"),
             Option("remote-cache-size", size, None, "of a store that all instances share"),
-            Option("remote-cache-gbps", number(0, 1e6), 100.0, "the same of that, for each instance"),
         ),
         instances=GROUP,
         scaling=(

@@ -78,7 +78,7 @@ class Gathered:
 
     Args:
         cache: of this rank.
-        others: the other ranks' parts of the same blocks, of the same layout; owned, and closed at the end.
+        others: the other ranks' parts of the same blocks, of the same layout; their owner may close them at any time.
     """
 
     def __init__(self, cache: KVCache, others: Sequence[PoolMemory]) -> None:
@@ -87,7 +87,7 @@ class Gathered:
         self.block_bytes = self._part_bytes * (1 + len(others))
         self.most = max(1, STAGED_BYTES // self.block_bytes)
         self._cache: KVCache | None = cache
-        self._others = others
+        self._held = [memory.held() for memory in others]
         self._memory = PoolMemory.anonymous(self.most, self.block_bytes)
 
     def of(self, blocks: Sequence[int]) -> list[memoryview]:
@@ -113,14 +113,13 @@ class Gathered:
         if self._cache is not None:
             self._cache = None
             self._memory.close()
-            for memory in self._others:
-                memory.close()
+            self._held.clear()
 
     def _parts(self, block: int) -> list[int]:
         """Addresses of a block's parts, by rank."""
         assert self._cache is not None
         assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
-        begins = self._cache.slots.data_ptr(), *(memory.address for memory in self._others)
+        begins = self._cache.slots.data_ptr(), *map(ctypes.addressof, self._held)
         return [begin + block * self._part_bytes for begin in begins]
 
 

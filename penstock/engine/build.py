@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import StepPlan
+from penstock.engine.cache import KVCache
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.calibration import trial
 from penstock.engine.disk_tier import SIZE, SIZE_OPTION, check_disk_tier, open_disk_tier
@@ -104,7 +106,8 @@ def check_engine(options: EngineOptions, device: torch.device) -> None:
     if options.remote_cache is not None:
         from penstock.engine.remote_tier import check_remote_tier  # others need no store's libraries
 
-        check_remote_tier(options.remote_cache, options.tensor_parallel_size, prefix_cache=options.prefix_cache)
+        ranks, prefix_cache = options.tensor_parallel_size, options.prefix_cache
+        check_remote_tier(options.remote_cache, device.type, ranks, prefix_cache=prefix_cache)
 
 
 def build_engine(
@@ -134,7 +137,7 @@ def build_engine(
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
-    if options.disk_cache is not None and options.tensor_parallel_size > 1 and options.kv_address_mode == "auto":
+    if _gathers(options) and options.kv_address_mode == "auto":
         # a rank with virtual ranges may still clear blocks when rank 0 has ended the step, and loads others into them
         options = replace(options, kv_address_mode="table")
     others = _start_ranks(options, device, open_pool, peers)
@@ -184,7 +187,7 @@ def _build(
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
     parts: Sequence[PoolMemory] = ()
     if others is not None:
-        parts = others.open(num_blocks, model_len, layout if options.disk_cache is not None else None)
+        parts = others.open(num_blocks, model_len, layout if _gathers(options) else None)
     worker.open(num_blocks, model_len, open_pool)
     if others is not None:
         others.opened()
@@ -193,21 +196,10 @@ def _build(
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
-    lanes, movers, store = list[Lane](), dict[str, TierBelow](), ""
-    if slots:
-        lanes.append(Lane(Tier(slots), mirrors=True))
-        movers["host"] = open_host_tier(cache, slots)
-    if options.disk_cache is not None:
-        below = open_disk_tier(cache, options.disk_cache, on_disk, worker.files, parts)
-        if below is not None:
-            lanes.append(Lane(below.tier, below.block_seconds))
-            movers["disk"] = below.mover
-    if options.remote_cache is not None:
-        from penstock.engine.remote_tier import open_remote_tier
-
-        remote = open_remote_tier(cache, options.remote_cache)
-        lanes.append(Lane(SharedTier(), remote.block_seconds))
-        movers["remote"], store = remote.mover, remote.name
+    with ExitStack() as stack:
+        for part in parts:
+            stack.callback(part.close)  # a tier keeps the memory that it uses
+        lanes, movers, store = _open_tiers(options, cache, slots, on_disk, worker.files, parts)
     scheduler = Scheduler(
         limits,
         blocks,
@@ -244,6 +236,39 @@ def _build(
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
+
+
+def _gathers(options: EngineOptions) -> bool:
+    """Whether there is a tier to which the parts of all ranks are copied together."""
+    return options.tensor_parallel_size > 1 and not (options.disk_cache is None and options.remote_cache is None)
+
+
+def _open_tiers(
+    options: EngineOptions, cache: KVCache, slots: int, on_disk: int, files: str, parts: Sequence[PoolMemory]
+) -> tuple[list[Lane], dict[str, TierBelow], str]:
+    """Those that are asked for, what carries blocks to them, and the name of the remote one. Raises ConfigError.
+
+    Args:
+        slots: of the one in the host's memory; `on_disk`: of that on a disk.
+        files: see `Worker`.
+        parts: of the blocks, that the other ranks have.
+    """
+    lanes, movers, store = list[Lane](), dict[str, TierBelow](), ""
+    if slots:
+        lanes.append(Lane(Tier(slots), mirrors=True))
+        movers["host"] = open_host_tier(cache, slots)
+    if options.disk_cache is not None:
+        below = open_disk_tier(cache, options.disk_cache, on_disk, files, parts)
+        if below is not None:
+            lanes.append(Lane(below.tier, below.block_seconds))
+            movers["disk"] = below.mover
+    if options.remote_cache is not None:
+        from penstock.engine.remote_tier import open_remote_tier
+
+        remote = open_remote_tier(cache, options.remote_cache, parts)
+        lanes.append(Lane(SharedTier(), remote.block_seconds))
+        movers["remote"], store = remote.mover, remote.name
+    return lanes, movers, store
 
 
 def _start_ranks(

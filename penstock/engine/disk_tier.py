@@ -120,7 +120,7 @@ class DiskSlots:
         cache: whose blocks are copied.
         directory: in which its folder is.
         weights: tells those of the layout's `model` from what the same files had in them at another time.
-        others: the other ranks' parts of the same blocks, of the same layout; owned, and closed at the end.
+        others: the other ranks' parts of the same blocks; see `block_views.Gathered`.
 
     Attributes:
         block_bytes: of all parts.

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -29,16 +29,30 @@ from penstock.core.stop import Stop
 from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor, MaskCosts
-from penstock.engine.loop import Engine
-from penstock.engine.modelled_tier import open_modelled_tier
+from penstock.engine.loop import Engine, TierBelow
+from penstock.engine.modelled_tier import open_modelled_store, open_modelled_tier
+from penstock.engine.mover import PIECE
 from penstock.engine.poison import Poison
+from penstock.engine.remote_tier import check_remote_tier
 from penstock.kv.groups import WHOLE, Windows, longest_sequence
 from penstock.kv.keys import TAIL_INTERVAL, root_key
 from penstock.kv.pool import BlockPool, Published
+from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.lane import Lane
-from penstock.sched.local.limits import LEAST_CHUNK, MEMORY_SHARE, STOPS_IN, Sizes, fitting_blocks, sized, tier_blocks
+from penstock.sched.local.limits import (
+    DISK_GBPS,
+    LEAST_CHUNK,
+    MEMORY_SHARE,
+    REMOTE_GBPS,
+    STOPS_IN,
+    Sizes,
+    fitting_blocks,
+    sized,
+    tier_bandwidth,
+    tier_blocks,
+)
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import make_speculation
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
@@ -50,6 +64,7 @@ PREFIX = "modelled:"
 BLOCK_BYTES = 4096  # a page, of which the digests take an eighth
 LATE_SHARE = 0.05  # of modelled time; beyond it a warning is logged
 REPORT_EVERY = 30.0  # modelled seconds between two looks at it
+DISK_PIECE_BYTES = 32 << 20  # of KV on its way to the disk, after which loads may come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +83,10 @@ class ModelledOptions:
         kv_cache_dtype: see `EngineOptions`; what the modelled device stores.
         kv_blocks, kv_cache_memory: at most one of them: blocks, or bytes of the modelled device.
         host_cache_memory: bytes of a tier of copies in the modelled device's host; None is no such tier.
+        disk_cache_size: the same of a modelled disk, empty at each start.
+        remote_cache: URL of a store for a tier that engines share (transfer/stores.py); it has digests in the place of
+            KV, and sizes in the URL are of those. None is no such tier.
+        disk_cache_gbps, remote_cache_gbps: gigabits of KV per second there, and back.
         prefix_cache, tail_key_interval: see `EngineOptions`.
         scheduling_policy: a name in `sched.local.LOCAL_POLICIES`.
         speculative_config: see `EngineOptions`.
@@ -88,6 +107,10 @@ class ModelledOptions:
     kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     host_cache_memory: int | None = None
+    disk_cache_size: int | None = None
+    remote_cache: str | None = None
+    disk_cache_gbps: float = DISK_GBPS
+    remote_cache_gbps: float = REMOTE_GBPS
     prefix_cache: bool = True
     tail_key_interval: int = TAIL_INTERVAL
     scheduling_policy: str = "slack"
@@ -109,8 +132,8 @@ class BuiltModelled:
     shape: ModelShape
     device_model: DeviceModel
     pool: KVPool
+    store: str
     memory: None = None  # it has no weights, and its KV is of a few bytes a block
-    store: str = ""
 
     def close(self) -> None:
         """Release the KV memory; the engine cannot be used afterwards."""
@@ -127,7 +150,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     shape = _shape(options.geometry, config).storing(options.kv_cache_dtype)
     times = StepTime(device, shape)
     sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
-    slots = tier_blocks(options.host_cache_memory, shape.block_bytes, prefix_cache=options.prefix_cache)
+    slots = _slots(options, shape.block_bytes)
     windows = windows_of(shape.kv_groups)
     layout = KVLayout(
         model=_identity(config, replace(shape, kv_dtype=None)),
@@ -164,8 +187,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         blocks.restore(Published(r.block, r.key, r.parent) for r in pool.inherited)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     device_model = device.slowed(options.slowdown)
-    movers = {"host": open_modelled_tier(pool.memory, slots, StepTime(device_model, shape))} if slots else {}
-    offload = Offload(blocks, [Lane(Tier(slots), mirrors=True)]) if slots else None
+    lanes, movers, store = _open_tiers(options, pool.memory, layout, slots, StepTime(device_model, shape))
     limit = sizes.limit.slowed(options.slowdown)
     policy = make_local_policy(options.scheduling_policy, StepTime(device_model, shape), limit)
     scheduler = Scheduler(
@@ -174,7 +196,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         root=root,
         prefix_cache=options.prefix_cache,
         policy=policy,
-        offload=offload,
+        offload=Offload(blocks, lanes) if lanes else None,
         speculation=make_speculation(options.speculative_config),
         windows=windows,
         tail_interval=options.tail_key_interval,
@@ -191,7 +213,54 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         options.slowdown,
     )
     engine = Engine(scheduler, InlineExecutor(runner, clock, beside=True), clock, ledger_of(pool), movers=movers)
-    return BuiltModelled(engine, runner, layout, shape, device_model, pool)
+    return BuiltModelled(engine, runner, layout, shape, device_model, pool, store)
+
+
+def _slots(options: ModelledOptions, block_bytes: int) -> dict[str, int]:
+    """Tier with slots -> how many. Raises ConfigError, also for one without them."""
+    if options.remote_cache is not None:
+        check_remote_tier(options.remote_cache, "modelled", 1, prefix_cache=options.prefix_cache)
+    sizes = {
+        "host": ("host-cache-memory", options.host_cache_memory),
+        "disk": ("disk-cache-size", options.disk_cache_size),
+    }
+    return {
+        tier: blocks
+        for tier, (option, size) in sizes.items()
+        if (blocks := tier_blocks(size, block_bytes, prefix_cache=options.prefix_cache, option=option))
+    }
+
+
+def _open_tiers(
+    options: ModelledOptions, memory: PoolMemory, layout: KVLayout, slots: Mapping[str, int], times: StepTime
+) -> tuple[list[Lane], dict[str, TierBelow], str]:
+    """Those that are asked for, what carries blocks to them, and the name of the remote one. Raises ConfigError.
+
+    Args:
+        slots: of tiers in the host.
+        times: with the slowdown.
+    """
+    block_bytes, lanes, movers = times.shape.block_bytes, list[Lane](), dict[str, TierBelow]()
+    if number := slots.get("host"):
+        seconds = times.load_blocks_ms(1) / 1e3
+        lanes.append(Lane(Tier(number), mirrors=True))
+        movers["host"] = open_modelled_tier(
+            memory, number, seconds=seconds, block_bytes=block_bytes, where="in the host's memory"
+        )
+    if number := slots.get("disk"):
+        seconds = block_bytes / tier_bandwidth(options.disk_cache_gbps, options.slowdown)
+        piece = max(1, min(PIECE, DISK_PIECE_BYTES // block_bytes))
+        lanes.append(Lane(Tier(number, "disk"), seconds))
+        movers["disk"] = open_modelled_tier(
+            memory, number, seconds=seconds, block_bytes=block_bytes, where="on a disk", piece=piece
+        )
+    if options.remote_cache is None:
+        return lanes, movers, ""
+    seconds = block_bytes / tier_bandwidth(options.remote_cache_gbps, options.slowdown)
+    remote = open_modelled_store(memory, options.remote_cache, layout, seconds=seconds, block_bytes=block_bytes)
+    lanes.append(Lane(SharedTier(), seconds))
+    movers["remote"] = remote.mover
+    return lanes, movers, remote.name
 
 
 # --- running

@@ -1,4 +1,4 @@
-"""A modelled device's tier: copies digests, in the time that their KV would take."""
+"""A modelled device's tiers: digests are copied, in the time that their KV would take."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from penstock.core.layout import KVLayout
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.engine.mover import SlotMover
+from penstock.engine.mover import PIECE, Copier, Mover, SlotMover
+from penstock.engine.remote_tier import PIECE_BYTES, RemoteTier, name_of, namespace_of, open_copier
 from penstock.kv.connector import Move
-from penstock.sched.steptime import StepTime
 from penstock.transfer.memory import PoolMemory
 
 log = logging.getLogger("penstock.engine")
+DIGEST_BYTES = 8 * BLOCK_TOKENS  # of a block
 
 
 class ModelledSlots:
@@ -64,12 +66,97 @@ class ModelledSlots:
         del self._blocks
 
 
-def open_modelled_tier(memory: PoolMemory, num_slots: int, times: StepTime) -> SlotMover:
+class Digests:
+    """The `BlockViews` of a pool of digests, where they are."""
+
+    block_bytes, most = DIGEST_BYTES, 1 << 30
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._memory = memory
+
+    def of(self, blocks: Sequence[int]) -> list[memoryview]:
+        return [self._memory.block(block)[:DIGEST_BYTES] for block in blocks]
+
+    into = of
+
+    def arrived(self, blocks: Sequence[int]) -> None:
+        """They are."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class PacedCopier:
+    """A `Copier` of digests: what it copies takes as long as by itself, or as KV would if that is longer.
+
+    Args:
+        seconds: that a block of KV takes, one way.
+        block_bytes: of KV that a block stands for.
+        sleep: lets so many seconds pass.
+    """
+
+    def __init__(
+        self, copier: Copier, *, seconds: float, block_bytes: int, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.piece = max(1, PIECE_BYTES // block_bytes)
+        self._copier, self._seconds, self._sleep = copier, seconds, sleep
+
+    @property
+    def away(self) -> bool:
+        return self._copier.away
+
+    @property
+    def full(self) -> bool:
+        return self._copier.full
+
+    def store(self, moves: Sequence[Move]) -> None:
+        began = time.monotonic()
+        self._copier.store(moves)
+        self._rest(began, len(moves))
+
+    def load(self, moves: Sequence[Move]) -> int:
+        began = time.monotonic()
+        good = self._copier.load(moves)
+        self._rest(began, good)
+        return good
+
+    def find(self, moves: Sequence[Move]) -> int:
+        return self._copier.find(moves)
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def _rest(self, began: float, blocks: int) -> None:
+        self._sleep(max(0.0, began + self._seconds * blocks - time.monotonic()))
+
+
+def open_modelled_tier(
+    memory: PoolMemory, num_slots: int, *, seconds: float, block_bytes: int, where: str, piece: int = PIECE
+) -> SlotMover:
     """What carries blocks between a pool and so many slots.
 
     Args:
-        times: what KV takes on its way.
+        seconds, block_bytes: see `ModelledSlots`.
+        where: for the log.
+        piece: see `mover.Copier`.
     """
-    block_bytes = times.shape.block_bytes
-    log.info("%d blocks (%.0f MiB) of copies in the host's memory", num_slots, num_slots * block_bytes / 2**20)
-    return SlotMover(ModelledSlots(memory, num_slots, seconds=times.load_blocks_ms(1) / 1e3, block_bytes=block_bytes))
+    log.info("%d blocks (%.0f MiB) of copies %s", num_slots, num_slots * block_bytes / 2**20, where)
+    return SlotMover(ModelledSlots(memory, num_slots, seconds=seconds, block_bytes=block_bytes), piece=piece)
+
+
+def open_modelled_store(
+    memory: PoolMemory, url: str, layout: KVLayout, *, seconds: float, block_bytes: int
+) -> RemoteTier:
+    """What carries blocks between a pool and a store that engines share, which has their digests. Where it is away it
+    is tried again when it is needed. Raises ConfigError when it cannot be used.
+
+    Args:
+        layout: of the pool.
+        seconds, block_bytes: see `PacedCopier`.
+    """
+    namespace = namespace_of(layout)
+    copier = PacedCopier(open_copier(Digests(memory), url, namespace), seconds=seconds, block_bytes=block_bytes)
+    if not copier.away:
+        log.info("copies in %s as %s, a block of KV takes %.2f ms", url, namespace, seconds * 1e3)
+    return RemoteTier(Mover(copier), name_of(url, namespace), seconds)

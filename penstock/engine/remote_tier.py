@@ -8,19 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.layout import KVLayout
 from penstock.core.version import VERSION
-from penstock.engine.block_views import BlockViews, processor_of, views_of
-from penstock.engine.cache import KVCache
 from penstock.engine.mover import Complaints, Mover
 from penstock.kv.connector import Move
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.block_store import BlockStore
+from penstock.transfer.memory import PoolMemory
+
+if TYPE_CHECKING:  # an engine of a modelled device has none of it
+    from penstock.engine.block_views import BlockViews
+    from penstock.engine.cache import KVCache
 
 T = TypeVar("T")
 Open = Callable[[], BlockStore]
@@ -129,6 +130,14 @@ class StoreCopier:
     def find(self, moves: Sequence[Move]) -> int:
         return self._call(lambda store: store.contains([move.key for move in moves]))
 
+    def trial_seconds(self) -> float:
+        """That getting a block takes; what is believed where that cannot be tried."""
+        size = self.block_bytes
+        try:
+            return size / UNMEASURED if self.away else self._call(lambda store: _trial_seconds(store, size))
+        except Unavailable:
+            return size / UNMEASURED
+
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -150,28 +159,54 @@ class StoreCopier:
         return result
 
 
-def open_remote_tier(cache: KVCache, url: str) -> RemoteTier:
+def open_remote_tier(cache: KVCache, url: str, others: Sequence[PoolMemory] = ()) -> RemoteTier:
     """Open the tier below a cache. Where the store is away it is tried again when it is needed. Raises ConfigError when
-    it cannot be used."""
+    it cannot be used.
+
+    Args:
+        others: see `block_views.Gathered`; a block is there with the parts of all ranks, or not at all.
+    """
+    import torch
+
+    from penstock.engine.block_views import processor_of, views_of
+
+    computed = torch.__version__, processor_of(cache.slots.device), 1 + len(others)
+    namespace = namespace_of(cache.layout, *computed)
+    copier = open_copier(views_of(cache, others), url, namespace)
+    seconds = copier.trial_seconds()
+    if not copier.away:
+        log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
+    return RemoteTier(Mover(copier), name_of(url, namespace), seconds)
+
+
+def open_copier(views: BlockViews, url: str, namespace: str) -> StoreCopier:
+    """To and from the store at a URL; see `open_remote_tier`."""
     from penstock.transfer import stores  # with libraries that an engine without one never needs
 
-    views = views_of(cache)
-    size, namespace = cache.layout.block_bytes, namespace_of(cache.layout, cache.slots.device)
-    seconds, store = size / UNMEASURED, None
+    def opens() -> BlockStore:
+        return stores.open_store(url, namespace, views.block_bytes)
+
+    store = None
     try:
-        store = stores.open_store(url, namespace, size)
-        seconds = _trial_seconds(store, size)
-        log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
+        store = opens()
     except Unavailable as error:
         log.warning("%s: %s; it is tried again later, and all is computed meanwhile", OPTION, error)
-    mover = Mover(StoreCopier(views, lambda: stores.open_store(url, namespace, size), store))
-    return RemoteTier(mover, f"{url.partition('?')[0]} {namespace}", seconds)
+    return StoreCopier(views, opens, store)
 
 
-def namespace_of(layout: KVLayout, device: torch.device) -> str:
-    """Names all that decides what bytes stand for, or that they are the same bits as if they were computed here."""
-    parts = (VERSION, torch.__version__, processor_of(device), sorted(asdict(layout).items()))
+def namespace_of(layout: KVLayout, *computed: object) -> str:
+    """Names all that decides what bytes stand for, or that they are the same bits as if they were computed here.
+
+    Args:
+        computed: by what.
+    """
+    parts = (VERSION, *computed, sorted(asdict(layout).items()))
     return blake2b(repr(parts).encode(), digest_size=16, person=b"penstock.remote").hexdigest()
+
+
+def name_of(url: str, namespace: str) -> str:
+    """See `RemoteTier`."""
+    return f"{url.partition('?')[0]} {namespace}"
 
 
 def _trial_seconds(store: BlockStore, size: int) -> float:
@@ -188,18 +223,18 @@ def _trial_seconds(store: BlockStore, size: int) -> float:
     return min(times)
 
 
-def check_remote_tier(url: str, ranks: int, *, prefix_cache: bool) -> None:
+def check_remote_tier(url: str, device: str, ranks: int, *, prefix_cache: bool) -> None:
     """Raise ConfigError when there is no such tier below what was asked for.
 
     Args:
+        device: a type, such as "cpu".
         ranks: that the model is spread over.
     """
     from penstock.transfer.stores import check_store
 
     check_store(url)
-    if ranks > 1:
-        raise ConfigError(
-            f"{OPTION}: {url!r}, not supported yet with tensor-parallel-size {ranks}, allowed with 1", OPTION
-        )
+    if device == "cuda" and ranks > 1:
+        what = f"on {device} with tensor-parallel-size {ranks}"
+        raise ConfigError(f"{OPTION}: {url!r}, not supported yet {what}, allowed with 1, or on a CPU", OPTION)
     if not prefix_cache:
         raise ConfigError(f"{OPTION}: {url!r} without prefix caching, allowed only with enable-prefix-caching", OPTION)

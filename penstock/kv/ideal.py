@@ -48,7 +48,8 @@ class IdealCache:
     Attributes:
         prompt_tokens: of all prompts so far.
         found_tokens: of them, those in full blocks that were known before.
-        complete: whether nothing was ever forgotten; else `found_tokens` is a lower bound.
+        complete: whether nothing was ever forgotten, or is kept that was never told; else `found_tokens` is a lower
+            bound.
     """
 
     def __init__(self, most: int = MOST) -> None:

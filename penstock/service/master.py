@@ -273,7 +273,7 @@ class Master:
             case Stopped() if session is not None and event.incarnation == session.peer.incarnation:
                 return self._leave(name, "it was stopped")
             case CacheDelta() if session is not None and event.incarnation == session.peer.incarnation:
-                if self.ideal is not None and event.tier == DEVICE:
+                if self.ideal is not None and (event.tier == DEVICE or event.whole):  # as what a disk has kept
                     self.ideal.learn(event.added)
                 if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
                     session.asked = now
@@ -317,6 +317,8 @@ class Master:
         self.index.forget(name)
         if ready.store:
             self.index.share(name, ready.store)
+            if self.ideal is not None:
+                self.ideal.complete = False  # nobody says what was in it before
         session = self._sessions[name] = InstanceSession(ready, heard=now, role=ready.role, touched=self._touched)
         self._account.came(name, ready.weights_from)
         self._roster.sessions_changed()

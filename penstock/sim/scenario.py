@@ -18,7 +18,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
 from penstock.kv.groups import Windows, most_held
 from penstock.sched.cluster.startup import StartSeconds
-from penstock.sched.local.limits import sized, tier_blocks
+from penstock.sched.local.limits import sized, tier_bandwidth, tier_blocks
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.steptime import DeviceModel, ModelShape, StepTime
 from penstock.service.settings_file import Setting, SettingsFile, Spot
@@ -514,8 +514,8 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
             )
             for tier, option in TIER_SIZES.items()
         },
-        "disk_bandwidth": options["disk_cache_gbps"] * 1e9 / 8 / slowdown,
-        "remote_bandwidth": options["remote_cache_gbps"] * 1e9 / 8 / slowdown,
+        "disk_bandwidth": tier_bandwidth(options["disk_cache_gbps"], slowdown),
+        "remote_bandwidth": tier_bandwidth(options["remote_cache_gbps"], slowdown),
         "scheduling_policy": options["scheduling_policy"],
         "step_time_error": options["step_time_error"],
         "devices": options["tensor_parallel_size"],

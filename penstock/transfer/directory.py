@@ -25,7 +25,7 @@ from secrets import token_hex
 
 from penstock.core.errors import ConfigError
 from penstock.core.sizes import size
-from penstock.transfer.files import DIRECT, FAILS, FULL, opened, read_into, write_all
+from penstock.transfer.files import DIRECT, FAILS, FULL, READ_ONLY, opened, read_into, write_all
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.store_url import StoreURL
 
@@ -134,15 +134,17 @@ class Directory:
     def _write(self, path: Path, record: memoryview) -> bool:
         if self._is_there(path):
             return True
-        self._make_room(path.parent)
         unfinished = path.with_name(f"{UNFINISHED}{token_hex(8)}")
         try:
+            self._make_room(path.parent)
             self._write_new(unfinished, record)
             unfinished.rename(path)
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink()
-            if error.errno in FULL or (error.errno in GONE and self._root.is_dir()):  # whoever deleted its folder
+            if error.errno in (*FULL, *READ_ONLY):
+                return False  # what is there can still be read
+            if error.errno in GONE and self._root.is_dir():  # whoever deleted its folder
                 return False
             raise
         return True

@@ -10,6 +10,7 @@ from pathlib import Path
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # other systems have other ways
 FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 # Of a disk that fails, which is no reason not to serve; all else is a mistake of whoever named the folder
 FAILS = (errno.EIO, errno.EROFS, *FULL, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)
 

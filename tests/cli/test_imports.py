@@ -28,6 +28,11 @@ load_model(find_checkpoint("demo"), torch.device("cpu"))"""
     assert imported(code, "sympy", "torch") == {"torch"}
 
 
+def test_an_engine_of_a_modelled_device_imports_no_torch():
+    code = "import penstock.engine.modelled, penstock.transfer.stores"
+    assert imported(code, "torch", "penstock.engine.remote_tier") == {"penstock.engine.remote_tier"}
+
+
 def test_text_imports_no_tokenizer_before_it_is_used():
     code = "import penstock.text.chat, penstock.text.detokenizer, penstock.text.stop, penstock.text.tokenizer"
     assert imported(code, "tokenizers", "jinja2", "transformers", "torch", "numpy") == set()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import penstock.engine.loop
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.plan import Branches, SequenceStep, StepPlan, TailCopy
@@ -17,6 +18,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.executor import processes
 from penstock.engine.executor.plans import PlanDecoder, encode_plan
+from penstock.engine.server import stats_of
 from penstock.nn import native
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_request
@@ -97,6 +99,33 @@ def test_every_executor_brings_the_same_results_in_order(folder):
             found[name] = answers(built)
     assert all(tokens == drawn["in turn"] for tokens in drawn.values()), drawn
     assert all(of_one == found["in turn"] for of_one in found.values()), found
+
+
+@together
+def test_what_ranks_have_computed_the_next_ones_find_in_a_store(folder, tmp_path, monkeypatch):
+    """Beside a disk, which keeps copies of the same blocks; other ranks, or one alone, find nothing of it."""
+    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 60.0)
+    monkeypatch.setattr(penstock.engine.loop, "GRACE", 60.0)
+    (tmp_path / "store").mkdir()
+    store, disk = f"file://{tmp_path}/store?timeout=20", {"disk_cache": str(tmp_path / "disk")}
+    ranks = {"tensor_parallel_size": 2, "remote_cache": store}
+    prompts = [[(7 * i + 11 * k) % 300 + 1 for k in range(250)] for i in range(3)]
+    found = []
+    for options in (ranks | disk, ranks, {"remote_cache": store}):
+        with closing(build(folder, **options)) as built:
+            collector = Collector(built.engine)
+            for i, prompt in enumerate(prompts):
+                collector.run(make_request(f"{i}", prompt, max_tokens=12))
+            built.engine.settle()
+            built.engine.move()
+            built.engine.check()
+            said = {tier.name: tier.hit_tokens for tier in stats_of(built.engine).tiers}
+            found.append((collector.tokens, [collector.cached[f"{i}"] for i in range(3)], said))
+    (first, nothing, both), (second, cached, remote), (_, other, alone) = found
+    assert second == first
+    assert nothing == other == [0, 0, 0]
+    assert cached == [192, 192, 192]
+    assert (both, remote, alone) == ({"disk": 0, "remote": 0}, {"remote": 3 * 192}, {"remote": 0})
 
 
 def in_time(condition, seconds=20.0):

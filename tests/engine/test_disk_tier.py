@@ -76,6 +76,11 @@ class Disks(RuleBasedStateMachine):
         self.mover = SlotMover(disk, CHECKSUM, disk, piece=2)
         self.files = disk.folder
 
+    def stop(self):
+        self.mover.close()
+        for memory in self.others:
+            memory.close()
+
     def content(self, key):
         """Of each rank's part."""
         return [(key * PAGE)[rank : PAGE + rank] for rank in range(self.ranks)]
@@ -133,7 +138,7 @@ class Disks(RuleBasedStateMachine):
     @rule(slots=st.integers(1, 6))
     def restart(self, slots):
         before = {key: copy.slot for key, copy in self.tier._copies.items() if copy.state == "whole"}
-        self.mover.close()
+        self.stop()
         more = slots >= self.tier.num_slots
         self.start(slots)
         if more and self.sound:
@@ -162,7 +167,7 @@ class Disks(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "mover"):
-            self.mover.close()
+            self.stop()
             self.cache.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 

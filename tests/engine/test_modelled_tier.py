@@ -1,26 +1,30 @@
 """A tier below modelled devices: digests travel as KV would, and the server sleeps while somebody waits for them."""
 
 import contextlib
+import json
 import random
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
 import penstock.engine.loop
+from penstock.cli.scenario_file import make_tables
 from penstock.core.clock import ManualClock, SystemClock
 from penstock.core.digest import offline
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import AskCache, CacheDelta, Peer, Ready, Shutdown, StepReport
 from penstock.engine.modelled import ModelledOptions, build_modelled
-from penstock.engine.modelled_tier import ModelledSlots
+from penstock.engine.modelled_tier import ModelledSlots, PacedCarrier
 from penstock.engine.server import EngineServer, stats_of
 from penstock.kv.connector import Move
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.service.checkpoint import DEMO
+from penstock.sim.scenario import parse
 from penstock.transfer.memory import PoolMemory
 from tests.engine.test_server import LIFE, Frontend
 from tests.helpers import engines
@@ -73,6 +77,58 @@ def test_a_block_takes_as_long_as_its_kv_would():
     assert digests[:2, 0].tolist() == [5, 4]
     assert np.frombuffer(slots.content(2), dtype=np.uint64).tolist() == [6] * BLOCK_TOKENS
     del digests
+
+
+class NoStore:
+    """A `Carrier` that takes no time; half of what is asked for has come."""
+
+    piece, block_bytes, away, full = 1, 512, False, False
+
+    def store(self, moves):
+        pass
+
+    def load(self, moves):
+        return len(moves) // 2
+
+    find = load
+
+    def close(self):
+        pass
+
+
+def test_what_goes_to_a_store_takes_as_long_as_kv_would_or_as_it_does_if_that_is_longer():
+    for seconds, least in ((100.0, 99.0), (0.0, 0.0)):
+        slept: list[float] = []
+        carrier = PacedCarrier(NoStore(), seconds=seconds, block_bytes=8 << 20, sleep=slept.append)
+        moves = [Move(block, 0, b"") for block in range(4)]
+        carrier.store(moves)
+        assert carrier.load(moves) == carrier.find(moves) == 2
+        assert carrier.block_bytes == 8 << 20
+        stored, loaded = slept
+        assert 4 * least <= stored <= 4 * seconds
+        assert 2 * least <= loaded <= 2 * seconds, "of those that came"
+
+
+def test_disk_and_store_are_as_quick_as_in_the_simulator(tmp_path):
+    """And as large: the same settings mean the same."""
+    settings = {"disk-cache-size": f"{BLOCK * 100}", "disk-cache-gbps": 30, "remote-cache-gbps": 40, "slowdown": 3}
+    engine = {"geometry": GEOMETRY, "host-cache-memory": "1G", "kv-blocks": 64, "max-model-len": 1024, **settings}
+    scenario = {
+        "workload": {"synthetic": {}},
+        "slo": {"ttft-ms": 1, "tpot-ms": 1},
+        "engine": {"device": "modelled:h200", "remote-cache-size": "1G", **engine},
+        "instances": [{"count": 1}],
+    }
+    (group,) = parse("s.yaml", json.dumps(scenario), make_tables()).layouts[""]
+    options = {key.replace("-", "_"): value for key, value in settings.items()} | {"disk_cache_size": BLOCK * 100}
+    built = build(remote_cache=f"file://{tmp_path}?timeout=20", **options)
+    built.engine.scheduler.predict_by(StepTime(built.device_model, GEOMETRIES[GEOMETRY]))
+    lanes = built.engine.scheduler.offload.lanes
+    assert [lane.name for lane in lanes] == ["host", "disk", "remote"]
+    assert [lane.seconds_each for lane in lanes] == pytest.approx(list(group.tier_seconds.values()))
+    assert [lane.tier.num_slots for lane in lanes[1:]] == [group.disk_blocks, 0]
+    assert {mover.block_bytes for mover in built.engine.movers.values()} == {BLOCK}
+    built.close()
 
 
 def test_what_it_takes_is_the_devices_times_the_slowdown():
@@ -135,6 +191,44 @@ def test_many_talks_that_do_not_fit(built):
     assert built.engine.scheduler.counters.prefix_loads
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Whoever waits does so until there is an answer."""
+    monkeypatch.setattr(penstock.engine.loop, "ANSWERS_IN", 60.0)
+    monkeypatch.setattr(penstock.engine.loop, "GRACE", 60.0)
+
+
+def test_what_one_has_put_into_a_store_another_one_finds(tmp_path, patient):
+    """Until it is spoiled; and what both have evicted since is on their disks."""
+    quick = {"host_cache_memory": None, "remote_cache_gbps": 3e3}
+    store, disk = {"remote_cache": f"file://{tmp_path}?timeout=20"}, {"disk_cache_size": 99 * BLOCK}
+    first = build(**quick, **store)
+    request = make_request("a", prompt_of(0), max_tokens=40)
+    assert run(first, request) == (expected(request, first), 0)
+    first.engine.settle()
+    second = build(**quick, **store, **disk, disk_cache_gbps=3e3)
+    assert run(second, request) == (expected(request, second), 14 * BLOCK_TOKENS)
+    for number in (1, 2):
+        run(second, make_request(f"other{number}", prompt_of(number)))
+    second.engine.settle()
+    second.engine.move()
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            path.write_bytes(bytes(path.stat().st_size))
+    assert run(second, replace(request, id="again")) == (expected(request, second), 14 * BLOCK_TOKENS)
+    disk, remote = stats_of(second.engine).tiers
+    assert (disk.name, remote.name) == ("disk", "remote")
+    assert disk.hit_tokens + remote.hit_tokens == second.engine.scheduler.counters.prefix_loads
+    assert remote.hit_tokens == 14 * BLOCK_TOKENS
+    assert remote.loaded_bytes == 14 * BLOCK
+    assert disk.hit_tokens > 0
+    third = build(**quick, **store)
+    assert run(third, request) == (expected(request, third), 0)
+    assert third.store == first.store == second.store
+    for built in (first, second, third):
+        built.close()
+
+
 @pytest.mark.parametrize("place", [0, 7])
 def test_a_copy_that_changed_is_never_used(built, place):
     first = make_request("first", prompt_of(0))
@@ -160,12 +254,18 @@ def test_a_copy_that_changed_is_never_used(built, place):
             {"host_cache_memory": 1 << 30, "prefix_cache": False},
             "host-cache-memory: 1.0 GiB without prefix caching",
         ),
+        ({"disk_cache_size": 1000}, "disk-cache-size: 0.0 MiB, at least one block of 64 tokens is needed, 8.0 MiB"),
+        ({"remote_cache": "ftp://x"}, "remote-cache: 'ftp://x', allowed: file://"),
+        (
+            {"remote_cache": "file:///tmp", "prefix_cache": False, "host_cache_memory": None},
+            "remote-cache: .* without prefix caching",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(options, says):
     with pytest.raises(ConfigError, match=says) as refused:
         build(ManualClock(), **options)
-    assert refused.value.field == "host-cache-memory"
+    assert refused.value.field == says.partition(":")[0]
 
 
 # --- the server

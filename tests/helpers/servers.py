@@ -107,8 +107,10 @@ class Served:
 class Server(Served):
     """`penstock serve`, or another command that takes --port and says when it is ready, such as "up"."""
 
-    def __init__(self, *arguments: str, command: str = "serve", new_group: bool = False) -> None:
-        super().__init__(command, *arguments, new_group=new_group)
+    def __init__(
+        self, *arguments: str, command: str = "serve", new_group: bool = False, enter: Sequence[str] = ()
+    ) -> None:
+        super().__init__(command, *arguments, new_group=new_group, enter=enter)
         self.urls.append(self.wait_for(READY).group(1))
 
     def engine_pid(self) -> int:
@@ -163,8 +165,10 @@ def refuses_while_it_drains(server: Served, send: Callable[[], object] | None = 
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, command: str = "serve", new_group: bool = False) -> Iterator[Server]:
-    server = Server(*arguments, command=command, new_group=new_group)
+def serving(
+    *arguments: str, command: str = "serve", new_group: bool = False, enter: Sequence[str] = ()
+) -> Iterator[Server]:
+    server = Server(*arguments, command=command, new_group=new_group, enter=enter)
     try:
         yield server
     finally:

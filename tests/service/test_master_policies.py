@@ -681,6 +681,17 @@ def test_what_an_ideal_cache_would_have_found_is_told_to_frontends_and_operators
     assert cluster.master.overview(cluster.now).prefixes == joined.prefixes
 
 
+def test_what_a_disk_has_kept_is_known_and_what_a_store_has_is_not():
+    cluster = Cluster("a")
+    keys = [bytes([i]) * 16 for i in range(4)]
+    cluster.engine("a", CacheDelta(1, 0, keys[:3], [], "disk", whole=True))
+    cluster.place("r", 300, keys=keys, patience=9.0)
+    assert cluster.master.prefixes == PrefixTotals(300, 192)
+    cluster.did(InstanceJoined(Endpoint("b", "")))
+    cluster.engine("b", ready("b", store="s", max_model_len=1000))
+    assert cluster.master.prefixes == PrefixTotals(300, 192, complete=False)
+
+
 def test_a_store_is_loaded_from_by_all_who_name_it():
     cluster = Cluster("c")
     for name in "ab":

@@ -25,6 +25,7 @@ STOPS_IN = 5e-3  # seconds that a modelled device takes to end a step early; ker
 # has ended 20 ms after that has come.
 SOON = 20e-3 - STOPS_IN
 LEAST_OFFLINE = 16  # tokens of an offline prompt in a step, however often steps are interrupted
+DISK_GBPS, REMOTE_GBPS = 24.0, 100.0  # gigabits per second of a modelled disk, and to a modelled store, by default
 LEAST_CHUNK = 512  # tokens of a long prompt for which a step has room at least, where the cache's size is chosen
 
 
@@ -173,6 +174,11 @@ def tier_blocks(size: int | None, block_bytes: int, *, prefix_cache: bool, optio
             option,
         )
     return size // block_bytes
+
+
+def tier_bandwidth(gbps: float, slowdown: float) -> float:
+    """Bytes per second to a modelled tier, and as many back, of so many gigabits and a device slowed down so."""
+    return gbps * 1e9 / 8 / slowdown
 
 
 def sized(
