@@ -43,7 +43,8 @@ def _section(title: str, settings: Sequence[Setting]) -> str:
     lines = [f"**{title}**\n", "| setting | default | |", "|---|---|---|"]
     for setting in settings:
         value = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
-        shown = "" if value in (None, "", ()) else f"`{value}`"
+        value = ",".join(value) if isinstance(value, tuple) else value
+        shown = "" if value in (None, "") else f"`{value}`"
         lines.append(f"| `{setting.name}` | {shown} | {getattr(setting, 'help', '')} |")
     return "\n".join(lines) + "\n"
 

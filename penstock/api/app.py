@@ -26,10 +26,12 @@ def create_app(
     metrics: Metrics,
     *,
     api_keys: tuple[str, ...] = (),
+    keys_change: bool = False,
     share_prefixes: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     tracing: Tracing | None = None,
     sleep_mode: bool = False,
+    root_path: str = "",
 ) -> Application:
     """All routes.
 
@@ -37,12 +39,14 @@ def create_app(
         frontend: what serves them.
         metrics: counts responses, and is shown under /metrics.
         api_keys: when there are any, requests must bear one of them.
+        keys_change: whether others come later (`Application.set_api_keys`): tenants are apart from the start.
         share_prefixes: whether requests with different keys share cached prefixes, and conversations.
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
         sleep_mode: whether there are routes that put engines to sleep.
+        root_path: what paths may begin with, for a proxy in front that has other things too.
     """
-    tenants_apart = len(set(api_keys)) > 1 and not share_prefixes
+    tenants_apart = (keys_change or len(set(api_keys)) > 1) and not share_prefixes
     routes = [
         *chat.routes(frontend),
         *completions.routes(frontend),
@@ -57,10 +61,11 @@ def create_app(
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size))
+        found = described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size)
+        return json_response(found | {"servers": [{"url": root_path}]} if root_path else found)
 
     every = [*routes, Route("GET", "/openapi.json", openapi)]
-    return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing)
+    return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing, root_path)
 
 
 def _version() -> str:

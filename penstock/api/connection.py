@@ -14,7 +14,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.api.errors import error_body
-from penstock.service.answer_guard import AnswerLog, ConnectionLog, Next
+from penstock.service.answer_guard import AnswerLog, ConnectionLog, Next, sent
 from penstock.service.flight import AGAIN
 
 MAX_HEAD_BYTES = 64 * 2**10  # of the request line and all headers together
@@ -25,6 +25,7 @@ SEND_SECONDS = 60.0  # in which a client must read some of what waits for it
 # client reads.
 UNSENT_BYTES = 32 * 2**10
 AT_ONCE = struct.pack("ii", 1, 0)  # how a socket lingers
+UNSENT_TLS_BYTES = 64 * 2**10  # of an answer that TLS may hold back; its default is eight times as much
 
 log = logging.getLogger("penstock.server")
 
@@ -56,6 +57,20 @@ class _LoggedTransport:
         return getattr(self._transport, name)
 
 
+class _WatchedTransport:
+    """One with TLS, which asks for no pause while what it has written waits below it."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport, self._connection = transport, connection
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+        self._connection.wrote()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with time-outs for receiving and sending.
 
@@ -78,6 +93,7 @@ class Connection(HttpToolsProtocol):
         self._answers = answers
         self._log: ConnectionLog | None = None
         self._send_seconds = send_seconds
+        self._encrypted = False
         self._in_head = False
         self._fed = 0  # bytes of an unfinished head
         self._head_bytes = 0
@@ -102,6 +118,10 @@ class Connection(HttpToolsProtocol):
             self._log = self._answers.open(transport.get_extra_info("socket").fileno())
         if self._log is not None:
             transport = cast(asyncio.Transport, _LoggedTransport(transport, self, self._log))
+        self._encrypted = transport.get_extra_info("ssl_object") is not None
+        if self._encrypted:
+            transport.set_write_buffer_limits(UNSENT_TLS_BYTES)
+            transport = cast(asyncio.Transport, _WatchedTransport(transport, self))
         super().connection_made(transport)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             ours = transport.get_extra_info("socket")
@@ -192,11 +212,28 @@ class Connection(HttpToolsProtocol):
 
     # --- time
 
+    def wrote(self) -> None:
+        """Something of an answer, with TLS."""
+        if self._look is None:
+            self._watch()
+
     def _watch(self) -> None:
-        """From here on nothing is written until the client has taken what waits for it."""
+        """The client has to take some of what waits for it: without TLS nothing is written meanwhile."""
         self._watch_no_longer()
-        if waiting := self.transport.get_write_buffer_size():
+        if waiting := self._waiting():
             self._look = self.loop.call_later(self._send_seconds, self._expect_less, waiting)
+
+    def _waiting(self) -> int:
+        """0 when nothing waits for the client; else what becomes less whenever it takes some: bytes of it, but with
+        TLS, which does not say what lies between it and the kernel, what is left of a large number."""
+        waiting = self.transport.get_write_buffer_size()
+        if not self._encrypted:
+            return waiting
+        try:
+            acknowledged, unsent = sent(self.transport.get_extra_info("socket"))
+        except OSError:  # it is being closed
+            return 0
+        return waiting + unsent and (1 << 62) - acknowledged
 
     def _watch_no_longer(self) -> None:
         if self._look is not None:
@@ -205,14 +242,14 @@ class Connection(HttpToolsProtocol):
 
     def _expect_less(self, before: int) -> None:
         self._look = None
-        if self.transport.get_write_buffer_size() < before:
+        if self._waiting() < before:
             self._watch()
             return
         state: dict[str, Any] = self.cycle.scope.get("state") or {} if self.cycle else {}
         log.warning(
             "a client took nothing of its answer for %g s and was disconnected, %d bytes waited for it: id=%s",
             self._send_seconds,
-            before,
+            self.transport.get_write_buffer_size(),
             state.get("request_id", "-"),
         )
         # or the system would go on to offer it what it holds

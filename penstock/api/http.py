@@ -79,7 +79,7 @@ class Route(routing.Route):
 
 class Application:
     """The ASGI application: request ids, traces, keys, sizes, refusing while the server drains, routing, and an answer
-    to every error. A slash at the end of a path changes nothing.
+    to every error. A slash at the end of a path changes nothing, nor does the root path at its beginning.
 
     Requests have `request.state.request_id`; `request.state.tenant`, see `Body.came_from`; and `request.state.headers`,
     a list of headers for the response.
@@ -94,16 +94,25 @@ class Application:
         tenants_apart: bool,
         max_body_bytes: int,
         tracing: Tracing | None,
+        root_path: str = "",
     ) -> None:
         self.routes = routes
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
         self._frontend = frontend
         self._metrics = metrics
-        self._tenants = {key.encode(): tenant_name(key) if tenants_apart else "" for key in api_keys}
+        self._tenants_apart = tenants_apart
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
+        self._root_path = root_path
+        self.set_api_keys(api_keys)
+
+    def set_api_keys(self, keys: Sequence[str]) -> None:
+        """From now on requests must bear one of these, if there are any; those that run go on."""
+        self._tenants = {key.encode(): tenant_name(key) if self._tenants_apart else "" for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"][len(self._root_path) :] or "/"
         if scope["path"].endswith("/") and scope["path"] != "/":
             scope["path"] = scope["path"][:-1]
         given = Headers(scope=scope)

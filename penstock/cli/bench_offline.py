@@ -75,6 +75,7 @@ def latency(args: argparse.Namespace) -> dict[str, Any]:
 def throughput(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
     """The result of a `throughput` document."""
     import msgspec
+    from rich.console import Console
 
     from penstock.bench.offline import measure_throughput
     from penstock.core.clock import SystemClock
@@ -86,8 +87,20 @@ def throughput(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
     prompts = _prompts(requests, args.seed, ids)
     if warm_up := unrelated(requests, args.num_warmups):
         llm.generate(_prompts(warm_up, args.seed, ids), [params(r.output_tokens) for r in warm_up])
-    result = measure_throughput(llm, prompts, [params(r.output_tokens) for r in requests], SystemClock())
+    shown = _WithProgress(llm) if Console().is_terminal else llm
+    result = measure_throughput(shown, prompts, [params(r.output_tokens) for r in requests], SystemClock())
     return {"throughput": msgspec.to_builtins(result), "workload": {"cut": cut}}
+
+
+class _WithProgress:
+    """An `LLM` that shows how far it is."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
+        found: list[Any] = self._llm.generate(prompts, params, progress=True)
+        return found
 
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:

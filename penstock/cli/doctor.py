@@ -44,10 +44,12 @@ def run(args: argparse.Namespace) -> int:
 
     table = Table(title="penstock doctor", title_justify="left", show_header=False, box=None, padding=(0, 2))
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
-    rows = list(examine(None if args.save is None else Path(args.save) if args.save else saved_file(), args.model))
+    save, console = None if args.save is None else Path(args.save) if args.save else saved_file(), Console()
+    with console.status("measuring this machine" + (f" and steps of {args.model}" if args.model else "")):
+        rows = list(examine(save, args.model))
     for what, state, found in rows:
         table.add_row(escape(what), marks[state], escape(found))
-    Console().print(table)
+    console.print(table)
     return 1 if any(state == "missing" for _, state, _ in rows) else 0
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from penstock.bench.dataset import NAMES, Dataset
 from penstock.cli.options import Option, between, integer, number, one_of, read_text, text, words
+from penstock.cli.reloaded import read_keys
 from penstock.cli.up import read
 from penstock.core.errors import ConfigError
 from penstock.drill.faults import DISK, HOST, KINDS, OF_DISKS, Fault, Safety, on_host, suits
@@ -77,6 +78,11 @@ FAULTS = (
 )
 
 
+def _keys(deployment: Deployment) -> Sequence[str]:
+    path = deployment.server["api_key_file"]
+    return (*(deployment.server["api_key"] or ()), *(read_keys(path) if path is not None else ()))
+
+
 def read_drill(path: str, overrides: Mapping[str, Any] | None = None) -> Drill:
     """Raises ConfigError, with a line for each mistake that can be told at once.
 
@@ -135,7 +141,7 @@ class _Parser:
                 frontends=deployment.frontends,
             ),
             drain_timeout=deployment.server["drain_timeout"],
-            api_key=next(iter(deployment.server["api_key"] or ()), None),
+            api_key=next(iter(_keys(deployment)), None),
             load=load,
             duration=top["duration"],
             seed=top["seed"],
@@ -210,6 +216,8 @@ class _Parser:
     def _checked(self, spot: Spot, deployment: Deployment) -> Deployment:
         if deployment.ray is not None:
             self.file.complain(spot, "launcher: 'ray', allowed is local: a drill only signals what it has started")
+        if deployment.server["ssl_certfile"] is not None:
+            self.file.complain(spot, "ssl-certfile: given, allowed is nothing: a drill's clients speak HTTP")
         if any(group.adopted for group in deployment.groups):
             self.file.complain(spot, "url: given, allowed are instances that a drill can start")
         if deployment.cluster is not None and deployment.cluster.host != "127.0.0.1":

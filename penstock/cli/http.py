@@ -7,12 +7,13 @@ import contextlib
 import logging
 import random
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from penstock.cli.reloaded import Reloaded, ServerTLS, read_keys
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.garbage import collect_rarely
 from penstock.core.host_port import join_host_port
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import uvicorn
     import zmq
 
+    from penstock.api.http import Application
     from penstock.core.clock import Clock
     from penstock.core.wire.master import Endpoint
     from penstock.obs.logs import Format
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 MOST_PATIENCE = 60.0  # upper bound of the seconds that requests wait for an engine to restart
+READABLE_HEADERS = ("x-request-id", "retry-after", "x-penstock-ignored-fields")  # for pages of other origins
 CLOSING_SECONDS = 5  # to send the remaining output once every request has ended
 
 
@@ -50,7 +53,17 @@ class ServerOptions:
     host: str
     port: int
     api_key: tuple[str, ...]
+    api_key_file: str | None
     share_prefixes: bool
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
+    ssl_ca_certs: str | None
+    ssl_cert_reqs: str
+    allowed_origins: Sequence[str]
+    allowed_methods: Sequence[str]
+    allowed_headers: Sequence[str]
+    allow_credentials: bool
+    root_path: str
     chat_template: str | None
     pooling: Literal["auto", "last", "mean"]
     max_queued_requests: int
@@ -114,6 +127,7 @@ class Site:
     Attributes:
         context: of all its ZMQ sockets.
         began: when engines began to start, by the frontend's clock.
+        reloaded: what is read again when files change.
     """
 
     options: ServerOptions
@@ -124,6 +138,7 @@ class Site:
     http: uvicorn.Server
     began: float
     tracing: Tracing | None = None
+    reloaded: Sequence[Reloaded] = ()
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def run(self, *watches: Any) -> None:
@@ -133,7 +148,8 @@ class Site:
             watches: coroutines that run meanwhile.
         """
         self.frontend.start()
-        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *watches)]
+        reloads = [each.run() for each in self.reloaded]
+        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *reloads, *watches)]
         try:
             await self.http.serve(sockets=[self.listener])
         finally:
@@ -179,7 +195,8 @@ class Site:
         took = self.frontend.clock.now() - self.began
         self.frontend.engine_client.patience = min(max(PATIENCE, 4 * took), MOST_PATIENCE)
         where = join_host_port(*self.listener.getsockname()[:2])
-        log.info("ready: %s on http://%s/v1", self.options.names[0], where)
+        scheme = "http" if self.options.ssl_certfile is None else "https"
+        log.info("ready: %s on %s://%s%s/v1", self.options.names[0], scheme, where, self.options.root_path)
 
 
 def make_site(
@@ -260,12 +277,44 @@ def make_site(
         frontend,
         metrics,
         api_keys=options.api_key,
+        keys_change=options.api_key_file is not None,
         share_prefixes=options.share_prefixes,
         max_body_bytes=options.max_body_size,
         tracing=tracing,
         sleep_mode=options.enable_sleep_mode,
+        root_path=options.root_path,
     )
-    return Site(options, listener, context, frontend, placement, _http_server(app, options, link), began, tracing)
+    reloaded = _reloaded_keys(app, options)
+    tls = None
+    if options.ssl_certfile is not None:
+        tls = ServerTLS(asdict(options))
+        reloaded.append(Reloaded("TLS", tls.paths, tls.read))
+    http = _http_server(with_cors(app, options), options, link, tls)
+    return Site(options, listener, context, frontend, placement, http, began, tracing, reloaded)
+
+
+def _reloaded_keys(app: Application, options: ServerOptions) -> list[Reloaded]:
+    path = options.api_key_file
+    if path is None:
+        return []
+    return [Reloaded("API keys", [path], lambda: app.set_api_keys((*options.api_key, *read_keys(path))))]
+
+
+def with_cors(app: Application, options: ServerOptions) -> Any:
+    """The application, with answers to browsers that ask whether pages of other origins may call it. They ask without
+    an API key, so they are answered in front of it."""
+    if not options.allowed_origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        app,
+        allow_origins=options.allowed_origins,
+        allow_methods=options.allowed_methods,
+        allow_headers=options.allowed_headers,
+        allow_credentials=options.allow_credentials,
+        expose_headers=READABLE_HEADERS,
+    )
 
 
 def make_master(
@@ -316,13 +365,14 @@ def _connector(
     return lambda endpoint: engine_channel(context, endpoint.address, name, kind, clock, curve)
 
 
-def _http_server(app: Any, options: ServerOptions, link: socket.socket | None) -> uvicorn.Server:
+def _http_server(app: Any, options: ServerOptions, link: socket.socket | None, tls: ServerTLS | None) -> uvicorn.Server:
     import uvicorn
 
     from penstock.api.connection import Connection, endings
     from penstock.service.answer_guard import AnswerLog
 
-    answers = None if link is None else AnswerLog(link, endings())
+    # whoever ends the answers of a killed process does not know what they were encrypted with
+    answers = None if link is None or tls is not None else AnswerLog(link, endings())
     connection = partial(Connection, send_seconds=options.send_timeout, answers=answers)
 
     class Server(uvicorn.Server):
@@ -342,4 +392,6 @@ def _http_server(app: Any, options: ServerOptions, link: socket.socket | None) -
         proxy_headers=False,  # client addresses are not used
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
+    config.load()
+    config.ssl = None if tls is None else tls.context
     return Server(config)

@@ -6,10 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from penstock import __version__
 from penstock.cli import serve
+from penstock.cli.help import add_examples, overview
 from penstock.cli.options import in_flags
 from penstock.core.errors import PenstockError, UserError
 
@@ -25,17 +27,42 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def make_parser(command: str = "") -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+class CommandLine(Parser):
+    """All of it."""
+
+    described: Mapping[str, str] = MappingProxyType({})  # what each command is for
+
+    def format_help(self) -> str:
+        return overview(self.format_usage(), self.described)
+
+
+class Described:
+    """What commands add themselves to, and what they say of themselves there."""
+
+    def __init__(self, commands: Any) -> None:
+        self._commands = commands
+        self.described: dict[str, str] = {}
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> Any:
+        self.described[name] = help
+        return self._commands.add_parser(name, help=help, **options)
+
+
+def make_parser(command: str = "") -> tuple[CommandLine, Mapping[str, argparse.ArgumentParser]]:
     """The command line, and its commands by name. For `serve` the others are not imported: its engine starts sooner."""
-    parser = Parser(prog="penstock", description="Serve large language models.", allow_abbrev=False)
+    parser = CommandLine(prog="penstock", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    serve.add_parser(commands)
+    described = Described(commands)
+    serve.add_parser(described)
     if command != "serve":
-        from penstock.cli import bench, chat, doctor, drill, explain, join, plan, replay, sim, top, up
+        from penstock.cli import bench, chat, completion, doctor, drill, explain, join, plan, replay, sim, top, up
 
         for other in (up, join, top, explain, chat, bench, drill, replay, sim, plan, doctor):
-            other.add_parser(commands)
+            other.add_parser(described)
+        completion.add_parser(described, make_parser)
+    add_examples(commands.choices)
+    parser.described = described.described
     return parser, commands.choices
 
 

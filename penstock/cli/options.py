@@ -99,13 +99,14 @@ def between(low: float, high: float = inf) -> Callable[[str], float]:
     return convert
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in names:
-            raise ValueError(", ".join(names))
-        return text
+class one_of:
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
-    return convert
+    def __call__(self, text: str) -> str:
+        if text not in self.names:
+            raise ValueError(", ".join(self.names))
+        return text
 
 
 def switch(text: str) -> bool:
@@ -148,21 +149,31 @@ def add_flag(
     parser.add_argument(f"--{name}", action=_Converted, option=option, default=default, help=help, **more)
 
 
-def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
-    """Flags whose absence can be told from their default."""
+def add_options(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[Option]]) -> None:
+    """Flags whose absence can be told from their default.
+
+    Args:
+        groups: title -> options.
+    """
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these settings")
-    for option in options:
-        flags = [f"--{option.name}", *([option.short] if option.short else [])]
-        described = "" if option.default is None else f" (default: {_shown(option.default)})"
-        common: dict[str, Any] = {"dest": option.key, "default": None, "help": option.help + described}
-        if option.convert is switch:
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
-        else:
-            parser.add_argument(*flags, metavar=option.key.upper(), **common)
-    names = {option.name for option in options}
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            _add_option(group, option)
+    names = {option.name for options in groups.values() for option in options}
     for old in RENAMED:
         if new := new_name(old, names):
             parser.add_argument(f"--{old}", nargs="?", action=_Refused, new=new, help=argparse.SUPPRESS)
+
+
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    flags = [f"--{option.name}", *([option.short] if option.short else [])]
+    described = "" if option.default in (None, "", ()) else f" (default: {_shown(option.default)})"
+    common: dict[str, Any] = {"dest": option.key, "default": None, "help": option.help + described}
+    if option.convert is switch:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+    else:
+        group.add_argument(*flags, metavar=option.key.upper(), **common)
 
 
 def read_options(options: Sequence[Option], args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:

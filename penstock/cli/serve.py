@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.help import grouped
 from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import (
     Option,
@@ -24,6 +27,7 @@ from penstock.cli.options import (
     text,
     words,
 )
+from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
 from penstock.core.layout import KV_DTYPES
 from penstock.core.plan import BLOCK_TOKENS
@@ -41,12 +45,39 @@ def device(name: str) -> str:
     return name
 
 
-def folder(name: str) -> str:
+def folder(name: str, what: str = "folder") -> str:
     """Its path from the root: what uses it may run elsewhere. It need not be there."""
     try:
         return str(Path(text(name)).expanduser().absolute())
     except RuntimeError:
-        raise ValueError("a folder, where it begins with ~ of a user that there is") from None
+        raise ValueError(f"a {what}, where it begins with ~ of a user that there is") from None
+
+
+def file(name: str) -> str:
+    """As `folder`. Where it is a link, what that leads to may change."""
+    return folder(name, "file")
+
+
+def cert_reqs(value: str) -> str:
+    """Also by the numbers of Python's ssl, as vLLM has them."""
+    return one_of("none", "optional", "required")({"0": "none", "1": "optional", "2": "required"}.get(value, value))
+
+
+def listed(value: str) -> tuple[str, ...]:
+    """Comma-separated, or a JSON list, as vLLM has them."""
+    if not value.startswith("["):
+        return words(value)
+    with contextlib.suppress(ValueError):
+        found = json.loads(value)
+        if all(isinstance(each, str) and each for each in found):
+            return tuple(found)
+    raise ValueError("names separated by commas, or a JSON list of them")
+
+
+def root_path(value: str) -> str:
+    if not value.startswith("/") or set("?#% ") & set(value) or "//" in value:
+        raise ValueError("a path from the root, such as /llm")
+    return value.rstrip("/")
 
 
 ENGINE_OPTIONS = (
@@ -153,7 +184,35 @@ SERVER_OPTIONS = (
     Option("port", integer(0, 65535), 8000, "port to listen on; 0 takes a free one"),
     Option("served-model-name", words, None, "names that clients may use, separated by commas; by default MODEL"),
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
+    Option(
+        "api-key-file", file, None, "file with more of them, one in each line; what changes there holds within seconds"
+    ),
     Option("share-prefixes", switch, False, "share cached prefixes among requests with different API keys"),
+    Option(
+        "ssl-certfile",
+        file,
+        None,
+        "PEM file of the server's certificate and its chain: HTTPS is served; read again when it changes",
+    ),
+    Option(
+        "ssl-keyfile", file, None, "PEM file of its key, without a passphrase; by default in the certificate's file"
+    ),
+    Option("ssl-ca-certs", file, None, "PEM file of the CAs that have signed clients' certificates"),
+    Option(
+        "ssl-cert-reqs",
+        cert_reqs,
+        "none",
+        "whether clients bring a certificate of these: none, optional or required; or 0, 1, 2",
+    ),
+    Option(
+        "allowed-origins", listed, (), "origins whose pages may call this server (CORS), * for all; by default none"
+    ),
+    Option("allowed-methods", listed, ("*",), "methods that they may use"),
+    Option("allowed-headers", listed, ("*",), "headers that they may send"),
+    Option("allow-credentials", switch, False, "whether they may send cookies and client certificates"),
+    Option(
+        "root-path", root_path, "", "where a proxy in front has this server, such as /llm, stripped from paths or not"
+    ),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
     Option(
         "pooling",
@@ -197,9 +256,10 @@ OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    usage = "penstock serve [-h] [--config FILE] [FLAGS] [model]"
+    parser = commands.add_parser("serve", help="serve a model over HTTP", usage=usage, allow_abbrev=False)
     parser.add_argument("model", nargs="?", default="demo", help="a Hugging Face folder, a hub name, or demo (default)")
-    add_options(parser, OPTIONS)
+    add_options(parser, grouped(OPTIONS))
     parser.set_defaults(run=run)
 
 
@@ -218,6 +278,7 @@ def run(args: argparse.Namespace) -> int:
         **{option.key: values[option.key] for option in SERVER_OPTIONS if option.key != "served_model_name"},
     )
     set_up_logging(server)
+    check_files(asdict(server))
     allow_connections()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server handles it: exit cleanly
     listener = bind(server.host, server.port)

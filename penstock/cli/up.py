@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.curve import SECRET
 from penstock.cli.http import allow_connections, bind
 from penstock.cli.options import add_flag, number, read_text
+from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
         _check_engines(deployment)
         return apply(args.file, text, deployment, check=args.check, limit=args.start_timeout)
+    check_files(deployment.server)
     if args.check:
         _check_engines(deployment)
         _show(deployment)
@@ -267,7 +269,7 @@ def _api_keys(deployment: Deployment, ours: Mapping[str, str]) -> tuple[str, ...
 
 def warnings_about(deployment: Deployment, ours: Mapping[str, str]) -> list[str]:
     host = deployment.server["host"]
-    if _is_loopback(host) or _api_keys(deployment, ours):
+    if _is_loopback(host) or deployment.server["api_key_file"] is not None or _api_keys(deployment, ours):
         return [*deployment.warnings]
     return [*deployment.warnings, f"host: {host} can be reached from other machines, and there is no api-key"]
 

@@ -229,7 +229,7 @@ class AnswerGuard:
         """What may follow what the kernel has taken; None when that is no end of a write."""
         assert self._map is not None
         try:
-            taken = _taken(connection)
+            taken = sum(sent(connection))
         except OSError:
             return None
         for (note,) in _NOTE.iter_unpack(self._map[row * _ROW : (row + 1) * _ROW]):
@@ -249,13 +249,14 @@ class AnswerGuard:
             self._map = None
 
 
-def _taken(connection: socket.socket) -> int:
-    """Bytes that the kernel took for this connection, sent and acknowledged or not. Raises OSError."""
+def sent(connection: socket.socket) -> tuple[int, int]:
+    """Of the bytes that the kernel took for this connection, how many were acknowledged, and how many were not, sent
+    or not. Raises OSError."""
     while True:
         acked = _acked(connection)
-        waiting = struct.unpack("=i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+        waiting = struct.unpack("=i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
         if acked == _acked(connection):  # else some were acknowledged in between
-            return acked + int(waiting)
+            return acked, int(waiting)
 
 
 def _acked(connection: socket.socket) -> int:

@@ -77,6 +77,8 @@ def _fixed(running: Deployment, wanted: Deployment) -> Iterator[str]:
     for key in ("frontends", "warm_pool", "flight_recorder", "restart", "scaling", "cluster", "ray"):
         if getattr(wanted, key) != getattr(running, key):
             yield _refusal(_shown(key), "another value", "what it began with")
+    if running.server["ssl_cert_reqs"] == "required":
+        yield "ssl-cert-reqs: required, allowed is none or optional: frontends have to say that they know an instance"
     if running.scaling is not None:
         yield "scaling: given, allowed is nothing: the policy decides which instances run"
     for name, here in (("cluster", running.cluster), ("launcher: ray", running.ray)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,16 +31,17 @@ class Trial:
         name: of the instance.
         address: ZMQ endpoint of its engine, which may be bound later.
         frontends: addresses of all, by HTTP.
+        tls: whether they speak TLS.
 
     Attributes:
         verdict: as of `rollout.Fleet.verdict`.
         known: all frontends serve with it; asked from `introduce` on.
     """
 
-    def __init__(self, name: str, address: str, frontends: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, name: str, address: str, frontends: Sequence[tuple[str, int]], tls: bool = False) -> None:
         self.verdict: str | None = None
         self.known = False
-        self._name, self._address, self._frontends = name, address, frontends
+        self._name, self._address, self._frontends, self._tls = name, address, frontends, tls
         self._over = threading.Event()
         self._begin(self._probe)
 
@@ -95,6 +97,10 @@ class Trial:
 
     def _knows(self, address: tuple[str, int]) -> bool:
         link = http.client.HTTPConnection(*address, timeout=PATIENCE)
+        if self._tls:  # it is our own: whom its certificate names does not matter
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            link = http.client.HTTPSConnection(*address, timeout=PATIENCE, context=context)
         try:
             link.request("GET", "/health")
             states = json.loads(link.getresponse().read())["instances"]

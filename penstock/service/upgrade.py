@@ -155,7 +155,7 @@ class Upgrades:
             wanted=Running(deployment=wanted, directory=directory, digest=digest, files=files, names=names),
             difference=found,
             rollout=Rollout(steps, limit),
-            fleet=_Fleet(self._launcher, self._frontends),
+            fleet=_Fleet(self._launcher, self._frontends, wanted.server["ssl_certfile"] is not None),
             frontends=[program for program in programs.values() if program.kind == "frontend"],
         )
 
@@ -238,8 +238,8 @@ class _Change:
 class _Fleet:
     """The launcher's programs, as a `rollout.Fleet`."""
 
-    def __init__(self, launcher: Launcher, frontends: Sequence[tuple[str, int]]) -> None:
-        self._launcher, self._frontends = launcher, frontends
+    def __init__(self, launcher: Launcher, frontends: Sequence[tuple[str, int]], tls: bool) -> None:
+        self._launcher, self._frontends, self._tls = launcher, frontends, tls
         self._trials: dict[str, Trial] = {}
         self._next: dict[str, Program] = {}  # that wait for the end of their predecessors
         self._members: set[str] = set()  # that the new master is to know
@@ -266,7 +266,7 @@ class _Fleet:
         if program.address is not None:
             from penstock.service.trial import Trial
 
-            self._trials[program.name] = Trial(program.name, program.address, self._frontends)
+            self._trials[program.name] = Trial(program.name, program.address, self._frontends, self._tls)
 
     def verdict(self, name: str) -> str | None:
         if name in self._next:

@@ -247,6 +247,39 @@ async def test_keys_share_neither_prefixes_nor_conversations(
         assert frontend.salts == [""]
 
 
+async def test_keys_change_while_it_serves(make_app: Callable[..., Any], frontend: Any) -> None:
+    """One key in a file that may get more: who has it is a tenant from the start."""
+    app = make_app(api_keys=("one",), keys_change=True)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+
+        async def status(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)).status_code
+
+        assert [await status(key) for key in ("one", "two")] == [200, 401]
+        app.set_api_keys(("one", "two"))
+        assert [await status(key) for key in ("one", "two")] == [200, 200]
+        app.set_api_keys(("two",))
+        assert [await status(key) for key in ("one", "two")] == [401, 200]
+        one, also_one, two, _ = *frontend.salts[:3], None
+        assert one == also_one != two
+        assert (await client.get("/explain/r", headers={"authorization": "Bearer two"})).status_code == 403
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"], ids=["stripped by the proxy", "as clients sent it"])
+async def test_behind_a_proxy_that_has_other_things_too(
+    make_client: Callable[..., httpx.AsyncClient], prefix: str
+) -> None:
+    async with make_client(root_path="/llm", api_keys=("one",)) as client:
+        assert (await client.get(f"{prefix}/health")).status_code == 200
+        assert (await client.get(f"{prefix}/v1/models")).status_code == 401
+        client.headers["authorization"] = "Bearer one"
+        assert (await client.get(f"{prefix}/v1/models/org/tiny")).json()["id"] == "org/tiny"
+        assert (await client.get("/llmv1/models")).status_code == 404
+        document = (await client.get(f"{prefix}/openapi.json")).json()
+        assert document["servers"] == [{"url": "/llm"}]
+
+
 async def test_while_it_drains_it_refuses_what_is_new(client: httpx.AsyncClient, frontend: Any) -> None:
     assert "connection" not in (await client.get("/health")).headers
     frontend.draining = True

@@ -3,11 +3,13 @@
 import asyncio
 import socket
 import tempfile
+from dataclasses import replace
 
+import httpx
 import pytest
 import zmq
 
-from penstock.cli.http import ServerOptions, make_site
+from penstock.cli.http import ServerOptions, make_site, with_cors
 from penstock.core.clock import ManualClock
 from penstock.core.wire.engine import decode_command
 from penstock.core.wire.master import Endpoint
@@ -22,6 +24,16 @@ def options():
         host="127.0.0.1",
         port=0,
         api_key=(),
+        api_key_file=None,
+        ssl_certfile=None,
+        ssl_keyfile=None,
+        ssl_ca_certs=None,
+        ssl_cert_reqs="none",
+        allowed_origins=(),
+        allowed_methods=("*",),
+        allowed_headers=("*",),
+        allow_credentials=False,
+        root_path="",
         share_prefixes=False,
         chat_template=None,
         pooling="auto",
@@ -87,3 +99,46 @@ def test_everybody_who_speaks_with_an_engine_has_a_name_of_their_own():
     with tempfile.TemporaryDirectory(prefix="penstock-", dir="/tmp") as folder:
         speakers = asyncio.run(asyncio.wait_for(go(f"ipc://{folder}/e"), 20))
     assert speakers == {(f, "frontend") for f in ("f0", "f1")} | {(f"{f}-master", "master") for f in ("f0", "f1")}
+
+
+def preflight(app, origin, method="POST", headers="authorization"):
+    """What a browser asks before a page of this origin may call the server: without an API key."""
+    asked = {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
+    return call(app, "OPTIONS", asked)
+
+
+def call(app, method, headers):
+    async def go():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request(method, "/v1/models", headers=headers)
+
+    return asyncio.run(go())
+
+
+async def refuses(scope, receive, send):
+    """As the application does without a key."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"x-request-id", b"r")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_pages_of_other_origins_may_call_it_only_where_they_are_allowed_to():
+    assert with_cors(refuses, options()) is refuses
+    some = with_cors(refuses, replace(options(), allowed_origins=["https://a.example"], allowed_methods=["POST"]))
+    answer = preflight(some, "https://a.example")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    assert answer.headers["access-control-allow-headers"] == "authorization"
+    assert "access-control-allow-credentials" not in answer.headers
+    assert preflight(some, "https://b.example").status_code == 400
+    assert preflight(some, "https://a.example", "DELETE").status_code == 400
+    answer = call(some, "GET", {"origin": "https://a.example"})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://a.example")
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert "access-control-allow-origin" not in call(some, "GET", {"origin": "https://b.example"}).headers
+    assert "access-control-allow-origin" not in call(some, "GET", {}).headers
+
+
+def test_all_origins_with_credentials():
+    every = with_cors(refuses, replace(options(), allowed_origins=["*"], allow_credentials=True))
+    answer = preflight(every, "https://any.example", "DELETE", "x-mine")
+    assert (answer.status_code, answer.headers["access-control-allow-credentials"]) == (200, "true")
+    assert answer.headers["access-control-allow-headers"] == "x-mine"

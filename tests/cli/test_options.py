@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.cli import serve
-from penstock.cli.main import main
+from penstock.cli.help import EXAMPLES, grouped
+from penstock.cli.main import main, make_parser
 from penstock.cli.options import Option, add_options, integer, number, one_of, read_options, size, switch, words
 from penstock.core.errors import ConfigError
 
@@ -24,7 +28,7 @@ OPTIONS = (
 
 def read(*argv, environment=None, options=OPTIONS):
     parser = argparse.ArgumentParser()
-    add_options(parser, options)
+    add_options(parser, {"all": options})
     return read_options(options, parser.parse_args(argv), environment or {})
 
 
@@ -143,6 +147,8 @@ def test_the_flags_of_serve():
             "send-timeout",
             "served-model-name",
         ),
+        *("api-key-file", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs", "root-path"),
+        *("allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials"),
         *("share-prefixes", "speculative-config", "step-time-limit-ms", "tensor-parallel-size", "weight-cache"),
     }
 
@@ -216,4 +222,57 @@ def test_version_and_help(capsys):
     assert code_of(["--version"]) == 0
     assert capsys.readouterr().out.startswith("penstock ")
     assert code_of(["--help"]) == 0
-    assert "serve" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    commands = make_parser()[1]
+    assert set(EXAMPLES) == set(commands)
+    described = {line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line.strip()}
+    assert set(commands) <= described
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_each_command_has_examples_that_are_right(command, capsys):
+    assert code_of([command, "--help"]) == 0
+    shown = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert [line.strip() for line in shown if line.strip()] == list(EXAMPLES[command])
+    for example in EXAMPLES[command]:
+        line = re.sub(r'^eval "\$\((.*)\)"$', r"\1", example).partition(" > ")[0]
+        program, *arguments = shlex.split(line)
+        assert (program, arguments[0]) == ("penstock", command)
+        make_parser()[0].parse_args(arguments)
+        assert all(Path(word).exists() for word in arguments if re.match("(recipes|scenarios)/", word))
+
+
+def test_flags_are_in_groups_each_in_one(capsys):
+    groups = grouped(serve.OPTIONS)
+    assert "more" not in groups
+    names = [option.name for options in groups.values() for option in options]
+    assert sorted(names) == sorted(option.name for option in serve.OPTIONS)
+    assert code_of(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{title}:\n" in shown for title in groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("allowed-origins", "https://a.example, https://b.example", ("https://a.example", "https://b.example")),
+        ("allowed-origins", '["*"]', ("*",)),
+        ("ssl-cert-reqs", "2", "required"),
+        ("ssl-cert-reqs", "optional", "optional"),
+        ("root-path", "/llm/", "/llm"),
+        ("root-path", "/", ""),
+    ],
+)
+def test_settings_are_understood_as_vllm_has_them_too(name, given, value):
+    (option,) = (option for option in serve.OPTIONS if option.name == name)
+    assert option.read(given, "") == value
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("allowed-origins", "[1]"), ("allowed-origins", '["a'), ("ssl-cert-reqs", "3"), ("root-path", "llm")],
+)
+def test_settings_that_cannot_be_one_are_refused(name, given):
+    (option,) = (option for option in serve.OPTIONS if option.name == name)
+    with pytest.raises(ConfigError, match="allowed is"):
+        option.read(given, f"--{name}")

@@ -95,6 +95,7 @@ def test_hosts_have_cables_links_and_disks(monkeypatch):
         ("every: 10", "every: 0", "faults[0].every: '0', allowed is"),
         ("duration: 30", "duration: 5", "no fault fits into it"),
         ("  model: demo", "  model: demo\n  launcher: ray", "a drill only signals what it has started"),
+        ("  model: demo", "  model: demo\n  ssl-certfile: tls.crt", "a drill's clients speak HTTP"),
     ],
 )
 def test_mistakes_are_told_with_their_place(old, new, message, tmp_path):

@@ -16,7 +16,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine import remote_tier
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.disk_tier import DiskSlots
-from penstock.engine.mover import Mover, SlotMover
+from penstock.engine.mover import SlotMover
 from penstock.engine.remote_tier import check_remote_tier, open_remote_tier
 from penstock.engine.server import stats_of
 from penstock.kv.connector import Move

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ COMPILERS = ("c++", "g++", "clang++")
 # one arithmetic everywhere: a multiplication and an addition become one operation only where the source says so
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-pthread")
 SECONDS = 300  # that a compiler may take
+
+log = logging.getLogger("penstock.native")
 
 
 class BuildError(Exception):
@@ -46,6 +49,7 @@ def build_library(folder: Path | None = None) -> Path:
             folder = Path(tempfile.mkdtemp(prefix="penstock-native-"))
     library = folder / name
     if not library.exists():
+        log.info("compiling kernels for this processor, which takes a moment and is done once")
         try:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 # concurrent builds are harmless: the last one replaces an equal library
