@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
     from penstock.sched.cluster import SlowInstances
+    from penstock.service.batch_runner import BatchRunner
+    from penstock.service.batch_store import BatchStore
     from penstock.service.channel import EngineChannel
     from penstock.service.curve import Curve
     from penstock.service.frontend import Frontend
@@ -66,6 +68,8 @@ class ServerOptions:
     enable_sleep_mode: bool
     record_requests: str | None
     record_requests_size: int
+    batch_dir: str | None
+    max_file_size: int
 
 
 def bind(host: str, port: int, named: str = "") -> socket.socket:
@@ -124,6 +128,8 @@ class Site:
     http: uvicorn.Server
     began: float
     tracing: Tracing | None = None
+    batch_store: BatchStore | None = None
+    batch_runner: BatchRunner | None = None
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def run(self, *watches: Any) -> None:
@@ -133,7 +139,8 @@ class Site:
             watches: coroutines that run meanwhile.
         """
         self.frontend.start()
-        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *watches)]
+        batches = [] if self.batch_runner is None else [self.batch_runner.run()]
+        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *batches, *watches)]
         try:
             await self.http.serve(sockets=[self.listener])
         finally:
@@ -168,6 +175,8 @@ class Site:
     async def close(self) -> None:
         await self.frontend.close()
         self.context.term()
+        if self.batch_store is not None:
+            await asyncio.to_thread(self.batch_store.close)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -204,6 +213,8 @@ def make_site(
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
+    from penstock.service.batch_runner import BatchRunner
+    from penstock.service.batch_store import BatchStore
     from penstock.service.channel import make_context, master_channel
     from penstock.service.checkpoint import read_defaults
     from penstock.service.embedding import read_embedding
@@ -256,6 +267,7 @@ def make_site(
         read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
         recorder,
     )
+    store = None if options.batch_dir is None else BatchStore(Path(options.batch_dir))
     app = create_app(
         frontend,
         metrics,
@@ -264,8 +276,12 @@ def make_site(
         max_body_bytes=options.max_body_size,
         tracing=tracing,
         sleep_mode=options.enable_sleep_mode,
+        batch_store=store,
+        max_file_bytes=options.max_file_size,
     )
-    return Site(options, listener, context, frontend, placement, _http_server(app, options, link), began, tracing)
+    runner = None if store is None else BatchRunner(store, frontend, app.ask, name, options.max_body_size)
+    http = _http_server(app, options, link)
+    return Site(options, listener, context, frontend, placement, http, began, tracing, store, runner)
 
 
 def make_master(

@@ -32,9 +32,9 @@ def make_parser(command: str = "") -> tuple[argparse.ArgumentParser, Mapping[str
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     serve.add_parser(commands)
     if command != "serve":
-        from penstock.cli import bench, chat, doctor, drill, explain, join, plan, replay, sim, top, up
+        from penstock.cli import batch, bench, chat, doctor, drill, explain, join, plan, replay, sim, top, up
 
-        for other in (up, join, top, explain, chat, bench, drill, replay, sim, plan, doctor):
+        for other in (up, join, top, explain, chat, batch, bench, drill, replay, sim, plan, doctor):
             other.add_parser(commands)
     return parser, commands.choices
 
