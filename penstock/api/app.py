@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import chat, completions, embeddings, health, models, overview, sleep, tokenize
+from penstock.api import batches, chat, completions, embeddings, files, health, models, overview, sleep, tokenize
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 
 if TYPE_CHECKING:
+    from penstock.service.batch_store import BatchStore
     from penstock.service.frontend import Frontend
 
+MAX_FILE_BYTES = 1 << 30
 MAX_BODY_BYTES = 8 * 2**20  # a million token ids
 
 
@@ -32,6 +34,8 @@ def create_app(
     tracing: Tracing | None = None,
     sleep_mode: bool = False,
     root_path: str = "",
+    batch_store: BatchStore | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Application:
     """All routes.
 
@@ -45,12 +49,16 @@ def create_app(
         tracing: where traces of requests go.
         sleep_mode: whether there are routes that put engines to sleep.
         root_path: what paths may begin with, for a proxy in front that has other things too.
+        batch_store: files and batches, which who runs them looks for there; None refuses them.
+        max_file_bytes: longer uploads get a 413.
     """
     tenants_apart = (keys_change or len(set(api_keys)) > 1) and not share_prefixes
     routes = [
         *chat.routes(frontend),
         *completions.routes(frontend),
         *embeddings.routes(frontend),
+        *files.routes(batch_store, max_file_bytes),
+        *batches.routes(batch_store),
         *tokenize.routes(frontend),
         *models.routes(frontend),
         *health.routes(frontend, metrics, _version()),

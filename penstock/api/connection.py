@@ -19,7 +19,9 @@ from penstock.service.flight import AGAIN
 
 MAX_HEAD_BYTES = 64 * 2**10  # of the request line and all headers together
 MAX_HEADERS = 128
-REQUEST_SECONDS = 60.0  # for a request to arrive in full, from its first byte, or from connecting to a new connection
+# for a request to arrive in full, from its first byte, or from connecting to a new connection; for some of a body to
+# arrive, where a route takes it in pieces
+REQUEST_SECONDS = 60.0
 SEND_SECONDS = 60.0  # in which a client must read some of what waits for it
 # Unsent bytes of an answer that the kernel may buffer. Its default is megabytes, which hides for minutes whether a
 # client reads.
@@ -98,6 +100,7 @@ class Connection(HttpToolsProtocol):
         self._fed = 0  # bytes of an unfinished head
         self._head_bytes = 0
         self._excess = ""
+        self._arrived = 0  # bytes of a body that is taken in pieces, when it was last looked at
         self._deadline: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None  # at what was taken meanwhile
 
@@ -271,11 +274,19 @@ class Connection(HttpToolsProtocol):
             return
         if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
             self._wait()  # it is being answered, and what comes next is not read meanwhile
+        elif self._arrives():
+            self._wait()
         elif cycle is None or cycle.response_complete or not cycle.response_started:
             message = f"the request did not arrive within {self.request_seconds:g} s"
             self._refuse(408, message, "request_timeout")
         else:
             self.transport.close()
+
+    def _arrives(self) -> bool:
+        """Whether something came, since this was asked last, of a body that is taken in pieces."""
+        state = {} if self.cycle is None else self.cycle.scope.get("state") or {}
+        before, self._arrived = self._arrived, state.get("body_bytes", 0) if state.get("in_pieces") else 0
+        return self._arrived != before and self._arrived > 0
 
 
 def _shut_down(descriptor: int) -> None:

@@ -26,6 +26,7 @@ from penstock.core.errors import InvalidRequest, Unauthorized, Unavailable
 from penstock.core.memory import give_back_memory
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
+from penstock.service.batch_runner import Answer
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
@@ -49,6 +50,7 @@ class Route(routing.Route):
         body: what `read_body` makes of the request's body there; None without one.
         errors: how it says them.
         refusals: statuses that only it answers with, and when.
+        form: the schema of the form that it takes in pieces, however long that takes, instead of a body.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Route(routing.Route):
         body: type[Body] | None = None,
         errors: ErrorShape = error_body,
         refusals: Mapping[int, str] = MappingProxyType({}),
+        form: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
@@ -66,6 +69,7 @@ class Route(routing.Route):
         self.body = body
         self.errors = errors
         self.refusals = refusals
+        self.form = form
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
@@ -73,6 +77,9 @@ class Route(routing.Route):
             allowed = ", ".join(sorted(self._allowed))
             message = f"{scope['path']}: {scope['method']}, allowed is {allowed}"
             raise HTTPException(405, message, {"allow": allowed})
+        scope["state"]["in_pieces"] = self.form is not None
+        if self.form is None:
+            _check_length(Headers(scope=scope), scope["state"]["max_body_bytes"])
         response = await self.endpoint(Request(scope, receive))
         await response(scope, receive, send)
 
@@ -157,21 +164,43 @@ class Application:
             if trace is not None:
                 trace.end(route, status or CLIENT_GONE)
 
+    async def ask(self, path: str, body: bytes, tenant: str, request_id: str) -> Answer:
+        """What is answered to a POST of JSON that came over no connection: of a batch."""
+        state = {"request_id": request_id, "headers": [], "max_body_bytes": self._max_body_bytes, "tenant": tenant}
+        scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "query_string": b"", "state": state}
+        scope["headers"] = [(b"content-type", b"application/json")]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            if not messages:
+                await asyncio.Event().wait()  # nobody leaves
+            return messages.pop()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        try:
+            await self._router.app(scope, receive, send)
+        except Exception as error:
+            sent.clear()
+            await error_response(error, request_id)(scope, receive, send)
+        headers = dict(sent[0]["headers"])
+        said = b"".join(message["body"] for message in sent[1:])
+        final = headers.get(b"x-should-retry") == b"false"
+        return Answer(sent[0]["status"], said, float(headers.get(b"retry-after", 1)), final)
+
     def _check(self, path: str, headers: Headers, request_id: str | None) -> str:
         """Check a request before its body is read, its key first. Returns the tenant.
 
         Raises:
             Unavailable: the server drains.
             Unauthorized: it has none of the keys.
-            HTTPException: 413, its body is announced as too long.
             InvalidRequest: its request id cannot be one.
         """
         if self._frontend.draining and path not in WHILE_DRAINING:
             raise Unavailable("the server is shutting down: it finishes what runs, and takes nothing new")
         tenant = self._tenant_of(path, headers)
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            raise HTTPException(413, f"the body has {length} bytes, at most {self._max_body_bytes} are allowed")
         if request_id is not None and not _valid_id(request_id):
             raise InvalidRequest(
                 f"x-request-id: allowed are 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", "x-request-id"
@@ -188,6 +217,13 @@ class Application:
         if scheme.lower() != "bearer" or not found:
             raise Unauthorized("authorization: the API key is missing or wrong, send 'Authorization: Bearer KEY'")
         return found[0]
+
+
+def _check_length(headers: Headers, most: int) -> None:
+    """Raises HTTPException, 413, when a body is announced as too long."""
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise HTTPException(413, f"the body has {length} bytes, at most {most} are allowed")
 
 
 def tenant_name(key: str) -> str:

@@ -10,6 +10,7 @@ from penstock.api.http import Route
 from penstock.api.schema import ServedBody
 
 JSON = "application/json"
+FORM = "multipart/form-data"
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -64,6 +65,8 @@ def document(
             schema = body_schema(route.body, *sizes, template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        if route.form is not None:
+            operation["requestBody"] = {"required": True, "content": {FORM: {"schema": route.form}}}
         paths.setdefault(route.path_format, {})[route.method.lower()] = operation
     info = {"title": "penstock", "version": version}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}

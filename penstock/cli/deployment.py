@@ -24,7 +24,10 @@ from penstock.service.policies import BUNDLES
 from penstock.transfer.faulty import MESSAGES
 
 # of the server's options; the others stand at the top
-LIMITS = ("max-queued-requests", "max-queued-tokens", "drain-timeout", "send-timeout", "max-body-size")
+LIMITS = (
+    *("max-queued-requests", "max-queued-tokens", "drain-timeout", "send-timeout"),
+    *("max-body-size", "max-file-size"),
+)
 MODELLED_TOO = (  # of the engine's options
     "device",
     "max-model-len",

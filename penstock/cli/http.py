@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from penstock.core.clock import Clock
     from penstock.core.wire.master import Endpoint
     from penstock.obs.logs import Format
-    from penstock.obs.metrics import Compat
+    from penstock.obs.metrics import Compat, Metrics
     from penstock.obs.tracing import Tracing
     from penstock.sched.cluster import SlowInstances
+    from penstock.service.batch_runner import BatchRunner
+    from penstock.service.batch_store import BatchStore
     from penstock.service.channel import EngineChannel
     from penstock.service.curve import Curve
+    from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
     from penstock.service.master_pump import MasterPump
     from penstock.service.placement import Placement
@@ -79,6 +82,8 @@ class ServerOptions:
     enable_sleep_mode: bool
     record_requests: str | None
     record_requests_size: int
+    batch_dir: str | None
+    max_file_size: int
 
 
 def bind(host: str, port: int, named: str = "") -> socket.socket:
@@ -139,6 +144,8 @@ class Site:
     began: float
     tracing: Tracing | None = None
     reloaded: Sequence[Reloaded] = ()
+    batch_store: BatchStore | None = None
+    batch_runner: BatchRunner | None = None
     _tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def run(self, *watches: Any) -> None:
@@ -149,7 +156,8 @@ class Site:
         """
         self.frontend.start()
         reloads = [each.run() for each in self.reloaded]
-        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *reloads, *watches)]
+        batches = [] if self.batch_runner is None else [self.batch_runner.run()]
+        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *reloads, *batches, *watches)]
         try:
             await self.http.serve(sockets=[self.listener])
         finally:
@@ -184,6 +192,8 @@ class Site:
     async def close(self) -> None:
         await self.frontend.close()
         self.context.term()
+        if self.batch_store is not None:
+            await asyncio.to_thread(self.batch_store.close)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -221,16 +231,13 @@ def make_site(
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
+    from penstock.service.batch_runner import BatchRunner
+    from penstock.service.batch_store import BatchStore
     from penstock.service.channel import make_context, master_channel
-    from penstock.service.checkpoint import read_defaults
-    from penstock.service.embedding import read_embedding
     from penstock.service.engine_client import EngineClient
-    from penstock.service.frontend import Frontend
     from penstock.service.master_pump import LocalPlacement
     from penstock.service.placement import RemotePlacement
     from penstock.service.policies import BUNDLES, Circumstances
-    from penstock.service.request_recorder import RequestRecorder
-    from penstock.text.tokenizer import Tokenizer
 
     clock, context = SystemClock(), make_context()
     placement: Placement
@@ -244,22 +251,56 @@ def make_site(
         pump = make_master(context, registry, policies, options.seed, clock, f"{name}-master", flight_recorder)
         placement = LocalPlacement(pump, name)
     metrics = Metrics(options.names[0], [], options.metrics_compat)
-    recorder = None
-    if options.record_requests is not None:
-        folder = Path(options.record_requests)
-        recorder = RequestRecorder(folder, name, options.record_requests_size, metrics, clock)
     tracing = None
     if options.otlp_traces_endpoint is not None:
         from penstock.obs.tracing import otlp_tracing
 
         tracing = otlp_tracing(options.otlp_traces_endpoint)
-    tokenizer = Tokenizer(options.directory, options.chat_template)
     connect = _connector(context, name, "frontend", clock, curve)
     engine_client = EngineClient(registry, connect, placement, metrics, clock, told=True)
     if isinstance(placement, RemotePlacement):
         placement.engine_ended = engine_client.engine_ended
         placement.troubled = engine_client.troubled
-    frontend = Frontend(
+    frontend = _make_frontend(options, name, engine_client, metrics, clock)
+    store = None if options.batch_dir is None else BatchStore(Path(options.batch_dir))
+    app = create_app(
+        frontend,
+        metrics,
+        api_keys=options.api_key,
+        keys_change=options.api_key_file is not None,
+        share_prefixes=options.share_prefixes,
+        max_body_bytes=options.max_body_size,
+        tracing=tracing,
+        sleep_mode=options.enable_sleep_mode,
+        root_path=options.root_path,
+        batch_store=store,
+        max_file_bytes=options.max_file_size,
+    )
+    runner = None if store is None else BatchRunner(store, frontend, app.ask, name, options.max_body_size)
+    reloaded = _reloaded_keys(app, options)
+    tls = None
+    if options.ssl_certfile is not None:
+        tls = ServerTLS(asdict(options))
+        reloaded.append(Reloaded("TLS", tls.paths, tls.read))
+    http = _http_server(with_cors(app, options), options, link, tls)
+    return Site(options, listener, context, frontend, placement, http, began, tracing, reloaded, store, runner)
+
+
+def _make_frontend(
+    options: ServerOptions, name: str, engine_client: EngineClient, metrics: Metrics, clock: Clock
+) -> Frontend:
+    from penstock.service.checkpoint import read_defaults
+    from penstock.service.embedding import read_embedding
+    from penstock.service.frontend import Frontend
+    from penstock.service.request_recorder import RequestRecorder
+    from penstock.text.tokenizer import Tokenizer
+
+    recorder = None
+    if options.record_requests is not None:
+        folder = Path(options.record_requests)
+        recorder = RequestRecorder(folder, name, options.record_requests_size, metrics, clock)
+    tokenizer = Tokenizer(options.directory, options.chat_template)
+    return Frontend(
         tokenizer,
         options.names,
         read_defaults(options.directory, tokenizer.eos_id),
@@ -273,24 +314,6 @@ def make_site(
         read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
         recorder,
     )
-    app = create_app(
-        frontend,
-        metrics,
-        api_keys=options.api_key,
-        keys_change=options.api_key_file is not None,
-        share_prefixes=options.share_prefixes,
-        max_body_bytes=options.max_body_size,
-        tracing=tracing,
-        sleep_mode=options.enable_sleep_mode,
-        root_path=options.root_path,
-    )
-    reloaded = _reloaded_keys(app, options)
-    tls = None
-    if options.ssl_certfile is not None:
-        tls = ServerTLS(asdict(options))
-        reloaded.append(Reloaded("TLS", tls.paths, tls.read))
-    http = _http_server(with_cors(app, options), options, link, tls)
-    return Site(options, listener, context, frontend, placement, http, began, tracing, reloaded)
 
 
 def _reloaded_keys(app: Application, options: ServerOptions) -> list[Reloaded]:

@@ -56,9 +56,23 @@ def make_parser(command: str = "") -> tuple[CommandLine, Mapping[str, argparse.A
     described = Described(commands)
     serve.add_parser(described)
     if command != "serve":
-        from penstock.cli import bench, chat, completion, doctor, drill, explain, join, plan, replay, sim, top, up
+        from penstock.cli import (
+            batch,
+            bench,
+            chat,
+            completion,
+            doctor,
+            drill,
+            explain,
+            join,
+            plan,
+            replay,
+            sim,
+            top,
+            up,
+        )
 
-        for other in (up, join, top, explain, chat, bench, drill, replay, sim, plan, doctor):
+        for other in (up, join, top, explain, chat, batch, bench, drill, replay, sim, plan, doctor):
             other.add_parser(described)
         completion.add_parser(described, make_parser)
     add_examples(commands.choices)

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.json, "--json")
     url = parse_url(args.url, "--url").geturl()
-    served = nullcontext(url) if args.serve is None else _serving(args.serve)
+    served = nullcontext(url) if args.serve is None else serving(args.serve)
     speed = None if args.speed == inf else args.speed
     at_once = AT_ONCE if speed is None and args.max_concurrency is None else args.max_concurrency
     with RequestRecord(Path(args.record)) as record, served as url:
@@ -125,9 +125,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _serving(model: str) -> Iterator[str]:
+def serving(model: str, *flags: str) -> Iterator[str]:
     """The URL of a server of its own. Raises Unavailable when it does not start."""
-    words = [sys.executable, "-m", "penstock.cli.main", "serve", model, "--host", "127.0.0.1", "--port", "0"]
+    words = [sys.executable, "-m", "penstock.cli.main", "serve", model, "--host", "127.0.0.1", "--port", "0", *flags]
     last: deque[str] = deque(maxlen=KEPT)
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None

@@ -250,6 +250,13 @@ SERVER_OPTIONS = (
         "default they are written nowhere",
     ),
     Option("record-requests-size", size, 1 << 30, "bytes of it, for each frontend; then the oldest requests go"),
+    Option(
+        "batch-dir",
+        folder,
+        None,
+        "folder where files and batches are kept, which /v1/files and /v1/batches need; by default these are off",
+    ),
+    Option("max-file-size", size, 1 << 30, "bytes of an uploaded file; longer ones get a 413"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)

@@ -173,6 +173,21 @@ class RateMeter:
         return self._sum / max(elapsed, 0.1)
 
 
+@dataclass(slots=True)
+class OfflineWork:
+    """Sequences of offline work.
+
+    Attributes:
+        held: that are not over.
+        queued: of these, those whose first token has not come.
+        begun: that have left the queue, ever.
+    """
+
+    held: int = 0
+    queued: int = 0
+    begun: int = 0
+
+
 class EngineClient:
     """
     Args:
@@ -186,6 +201,7 @@ class EngineClient:
         flights: the sequences that are not over, by id.
         patience: seconds that interrupted requests wait for a placement.
         queued_tokens: of the prompts whose first token has not come.
+        offline: of these, those that are offline work.
         prefill_rate: how fast those come out of the queue, in their tokens.
         completion_rate: how fast sequences end.
         changed: set when an instance begins or ends to serve.
@@ -204,6 +220,7 @@ class EngineClient:
         self.flights: dict[str, Flight[Generation]] = {}
         self.patience = PATIENCE
         self.queued_tokens = 0
+        self.offline = OfflineWork()
         self.prefill_rate, self.completion_rate = RateMeter(), RateMeter()
         self.changed = asyncio.Event()
         self._registry = registry
@@ -274,6 +291,8 @@ class EngineClient:
         for flight in sequences:
             flight.queued = len(flight.request.prompt)
             self.queued_tokens += flight.queued
+            self.offline.held += flight.request.offline
+            self.offline.queued += flight.request.offline
             self.flights[flight.id] = flight
 
     def release(self, sequence_ids: Sequence[str]) -> None:
@@ -289,6 +308,7 @@ class EngineClient:
     def _forget(self, flight: Flight[Generation], outcome: Outcome | None = None) -> None:
         sequence_id, now = flight.id, self._clock.now()
         del self.flights[sequence_id]
+        self.offline.held -= flight.request.offline
         self._leave_queue(flight, now)
         if outcome is not None:
             self.completion_rate.count(now, 1)
@@ -299,6 +319,9 @@ class EngineClient:
 
     def _leave_queue(self, flight: Flight[Generation], now: float) -> None:
         self.queued_tokens -= flight.queued
+        if flight.queued and flight.request.offline:
+            self.offline.queued -= 1
+            self.offline.begun += 1
         if flight.queued and flight.first is not None:
             self.prefill_rate.count(now, flight.queued)
         flight.queued = 0

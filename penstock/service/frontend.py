@@ -495,14 +495,27 @@ class Frontend:
                 f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
                 retry_after=self._seconds_until(count + sequences - self._max_requests),
             )
-        limit = self._max_queued_tokens
-        if limit is None:
-            limit = CACHES_QUEUED * BLOCK_TOKENS * sum(said.num_blocks for said in self._said)
+        limit = self._queue_limit
         if queued and queued + sum(prompts) * outputs > limit:
             raise Overloaded(
                 f"the queue is full: {queued} prompt tokens wait for their first token, at most {limit} are allowed",
                 retry_after=self._seconds_until(0),
             )
+
+    @property
+    def _queue_limit(self) -> int:
+        """Of prompt tokens."""
+        if self._max_queued_tokens is not None:
+            return self._max_queued_tokens
+        return CACHES_QUEUED * BLOCK_TOKENS * sum(said.num_blocks for said in self._said)
+
+    @property
+    def offline_room(self) -> int:
+        """Sequences of batches that may be added: half of what may be held is left to others."""
+        engine_client = self.engine_client
+        if 2 * engine_client.queued_tokens > self._queue_limit:
+            return 0
+        return self._max_requests // 2 - len(engine_client.flights)
 
     def _seconds_until(self, ends: int) -> float:
         """Seconds until all queued prompts have their first token and so many sequences have ended, by the measured

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from penstock.api import connection
 from penstock.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection, endings
 from penstock.api.http import Application
 from penstock.service.answer_guard import AnswerGuard, AnswerLog
+from penstock.service.batch_store import BatchStore
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.anyio
 PATIENCE = 20.0
@@ -49,12 +52,21 @@ def protocol(request: pytest.FixtureRequest) -> Iterator[type[Connection]]:
 
 
 @pytest.fixture
-async def port(make_app: Callable[..., Application], protocol: type[Connection]) -> AsyncIterator[int]:
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    store = BatchStore(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+async def port(
+    make_app: Callable[..., Application], protocol: type[Connection], store: BatchStore
+) -> AsyncIterator[int]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     options: dict[str, Any] = {"log_level": "critical", "lifespan": "off", "timeout_graceful_shutdown": 1}
-    server = uvicorn.Server(uvicorn.Config(make_app(max_body_bytes=10**6), http=protocol, **options))
+    server = uvicorn.Server(uvicorn.Config(make_app(max_body_bytes=10**6, batch_store=store), http=protocol, **options))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     yield listener.getsockname()[1]
     server.should_exit = True
@@ -174,6 +186,32 @@ async def test_requests_that_do_not_arrive(port: int, pieces: list[bytes], front
     status, body = await exchange(port, *pieces, pause=0.01)
     assert (status, body["error"]["code"]) == (408, "request_timeout")
     assert not frontend.submitted
+
+
+def form(size: int) -> tuple[bytes, bytes, bytes]:
+    """Head, content and end of an upload."""
+    start = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    start += b'--b\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n'
+    end = b"\r\n--b--\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    return head + b"content-length: %d\r\n\r\n" % (len(start) + size + len(end)) + start, b"y" * size, end
+
+
+@pytest.mark.parametrize("protocol", [Hasty], indirect=True)
+async def test_an_upload_may_take_as_long_as_something_comes(port: int, store: BatchStore) -> None:
+    head, content, end = form(size=20)
+    pieces = [content[i : i + 1] for i in range(len(content))]
+    status, body = await exchange(port, head, *pieces, end, pause=0.1)
+    assert (status, body["bytes"]) == (200, 20)
+    assert store.path(body["id"]).read_bytes() == content
+
+
+@pytest.mark.parametrize("protocol", [Hasty], indirect=True)
+async def test_an_upload_that_stops_ends(port: int, store: BatchStore) -> None:
+    head, content, _ = form(size=20)
+    status, body = await exchange(port, head, content[:5], pause=0.1)
+    assert (status, body["error"]["code"]) == (408, "request_timeout")
+    await until(lambda: not [*store.path("").iterdir()])
 
 
 @pytest.mark.parametrize("protocol", [Hasty], indirect=True)

@@ -50,6 +50,8 @@ def options():
         enable_sleep_mode=False,
         record_requests=None,
         record_requests_size=1 << 20,
+        batch_dir=None,
+        max_file_size=1 << 20,
     )
 
 

@@ -123,7 +123,15 @@ def test_a_bad_file_is_named(tmp_path, content, says):
 def test_the_flags_of_serve():
     assert {option.name for option in serve.OPTIONS} == {
         *("api-key", "async-scheduling", "chat-template", "device", "drain-timeout", "dtype", "enable-prefix-caching"),
-        *("disk-cache", "disk-cache-size", "enable-sleep-mode", "remote-cache", "tail-key-interval"),
+        *(
+            "batch-dir",
+            "max-file-size",
+            "disk-cache",
+            "disk-cache-size",
+            "enable-sleep-mode",
+            "remote-cache",
+            "tail-key-interval",
+        ),
         *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
         *(
             "kv-cache-dtype",
@@ -170,7 +178,7 @@ def penstock(*argv):
 def test_folders_are_the_same_ones_for_processes_that_run_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
-    for option in (option for option in serve.OPTIONS if option.name in ("disk-cache", "record-requests")):
+    for option in (option for option in serve.OPTIONS if option.name in ("batch-dir", "disk-cache", "record-requests")):
         assert [option.read(name, "") for name in ("~/x", "x")] == ["/home/me/x", str(tmp_path / "x")]
 
 
