@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import chat, completions, embeddings, health, models, overview, sleep, tokenize
+from penstock.api import chat, completions, embeddings, health, models, overview, page, sleep, tokenize
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
 from penstock.obs.metrics import Metrics
@@ -59,7 +59,8 @@ def create_app(
     async def openapi(request: Request) -> Response:
         return json_response(described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size))
 
-    every = [*routes, Route("GET", "/openapi.json", openapi)]
+    watched = overview.stream_route(frontend, tenants_apart=tenants_apart)
+    every = [*routes, Route("GET", "/openapi.json", openapi), watched, *page.routes()]
     return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing)
 
 
