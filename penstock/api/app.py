@@ -57,7 +57,8 @@ def create_app(
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size))
+        sizes = frontend.vocab_size, frontend.max_model_len, frontend.embedding_size
+        return json_response(described(*sizes, keys=bool(api_keys)))
 
     watched = overview.stream_route(frontend, tenants_apart=tenants_apart)
     every = [*routes, Route("GET", "/openapi.json", openapi), watched, *page.routes()]

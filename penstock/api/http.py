@@ -30,7 +30,7 @@ from penstock.obs.tracing import Tracing
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
-OPEN_ROUTES = {"/", "/health", "/ready", "/metrics", "/version"}  # need no key
+OPEN_ROUTES = {"/", "/docs", "/health", "/ready", "/metrics", "/version"}  # need no key
 PAGE_FILES = "/page/"  # neither does what is below it
 WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
 MAX_REQUEST_ID_CHARS = 128

@@ -1,4 +1,4 @@
-"""GET / and its files: the page for people, which needs no build and asks no other server for anything."""
+"""GET /, /docs and their files: pages for people, which need no build and ask no other server for anything."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def routes() -> list[Route]:
         """The page: chat, cluster, requests."""
         return answer(request, "index.html")
 
+    async def docs(request: Request) -> Response:
+        """The API, readable."""
+        return answer(request, "docs.html")
+
     async def page_file(request: Request) -> Response:
         """A file of the page."""
         name = request.path_params["name"]
@@ -57,4 +61,4 @@ def routes() -> list[Route]:
             raise HTTPException(404, f"{request.url.path}: there is no such file")
         return answer(request, name)
 
-    return [Route("GET", "/", page), Route("GET", PAGE_FILES + "{name}", page_file, refusals={404: "no such file"})]
+    return [Route("GET", "/", page), Route("GET", "/docs", docs), Route("GET", PAGE_FILES + "{name}", page_file)]

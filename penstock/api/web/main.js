@@ -1,7 +1,8 @@
 // The page's frame: which view is shown, light or dark, and what the server is called.
 import { chat } from "./chat.js";
 import { cluster } from "./cluster.js";
-import { get, onKeyWanted, useKey } from "./server.js";
+import { askForKey } from "./key.js";
+import { get, onKeyWanted } from "./server.js";
 import { request } from "./request.js";
 
 const $ = (id) => document.getElementById(id);
@@ -33,27 +34,10 @@ $("theme").addEventListener("click", () => {
   localStorage.setItem("penstock.theme", document.documentElement.dataset.theme);
 });
 
-// --- the API key, when the server wants one
+// --- the API key
 
-let asking = null;
-function askForKey(why) {
-  asking ??= new Promise((resolve) => {
-    $("key-why").textContent = `${why} It is kept in this tab only.`.trim();
-    $("key-text").value = "";
-    const dialog = $("ask-key");
-    dialog.returnValue = "cancel";
-    dialog.addEventListener("close", () => {
-      asking = null;
-      const key = dialog.returnValue === "ok" ? $("key-text").value.trim() : "";
-      if (key) useKey(key);
-      resolve(Boolean(key));
-    }, { once: true });
-    dialog.showModal();
-  });
-  return asking;
-}
 onKeyWanted((why) => {
-  $("key").hidden = false;
+  $("key").hidden = false; // to try another one
   return askForKey(why);
 });
 $("key").addEventListener("click", async () => (await askForKey("")) && hello());
