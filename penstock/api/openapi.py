@@ -39,6 +39,11 @@ EVERYWHERE = {  # status -> when
 OF_MODELS = {404: "no such model is served here"}
 OF_BODIES = {413: "the body is too long"}
 OF_WORK = {429: "too much is waiting already; see `Retry-After`"}
+EVENT = {  # of a stream
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "a chunk of the answer, in OpenAI's shape; at last [DONE]"}},
+}
 STREAMS = {"/v1/chat/completions", "/v1/completions"}
 
 
@@ -89,8 +94,7 @@ def _responses(route: Route, answer: dict[str, Any] | None, *, work: bool) -> di
     path = route.path_format
     kinds: dict[str, Any] = {"text/plain": {}} if path == "/metrics" else {JSON: {"schema": answer} if answer else {}}
     if path in STREAMS:
-        told = "server-sent events: what of the answer came, in OpenAI's chunks, and [DONE]"
-        kinds["text/event-stream"] = {"schema": {"type": "string", "description": told}}
+        kinds["text/event-stream"] = {"schema": EVENT}
     statuses = {**EVERYWHERE, **route.refusals}
     if route.method == "POST" or "{model}" in path:
         statuses |= OF_MODELS
