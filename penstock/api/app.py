@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import functools
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import chat, completions, embeddings, health, models, overview, sleep, tokenize
+from penstock.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    overview,
+    page,
+    responses,
+    sleep,
+    tokenize,
+)
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
+from penstock.api.response_store import ResponseStore
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 
@@ -29,6 +43,7 @@ def create_app(
     share_prefixes: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     tracing: Tracing | None = None,
+    kept_responses: Path | None = None,
     sleep_mode: bool = False,
 ) -> Application:
     """All routes.
@@ -40,12 +55,15 @@ def create_app(
         share_prefixes: whether requests with different keys share cached prefixes, and conversations.
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
+        kept_responses: a file that all frontends of the host share; None is this process's memory.
         sleep_mode: whether there are routes that put engines to sleep.
     """
     tenants_apart = len(set(api_keys)) > 1 and not share_prefixes
     routes = [
         *chat.routes(frontend),
         *completions.routes(frontend),
+        *responses.routes(frontend, ResponseStore(kept_responses)),
+        *messages.routes(frontend),
         *embeddings.routes(frontend),
         *tokenize.routes(frontend),
         *models.routes(frontend),
@@ -57,9 +75,11 @@ def create_app(
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size))
+        sizes = frontend.vocab_size, frontend.max_model_len, frontend.embedding_size
+        return json_response(described(*sizes, keys=bool(api_keys)))
 
-    every = [*routes, Route("GET", "/openapi.json", openapi)]
+    watched = overview.stream_route(frontend, tenants_apart=tenants_apart)
+    every = [*routes, Route("GET", "/openapi.json", openapi), watched, *page.routes()]
     return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing)
 
 

@@ -7,15 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.api.openai import Envelope, usage_body
 from penstock.api.schema import ChatBody, service_level
-from penstock.api.sse import send_events, send_whole
-from penstock.api.turn import Turn, turn_of
-from penstock.core.service_level import ServiceLevel
+from penstock.api.turn import Turn, answer
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
 
@@ -27,38 +24,16 @@ def routes(frontend: Frontend) -> list[Route]:
     async def chat_completions(request: Request) -> UntilDisconnect:
         body = await read_body(request, ChatBody)
         level = service_level(body, request.headers)
-        return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
+        make = partial(ChatShape, body)
+        return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, make))
 
     return [Route("POST", "/v1/chat/completions", chat_completions, ChatBody)]
-
-
-async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, request_id: str, send: Send) -> None:
-    arrival = frontend.clock.now()
-    model = frontend.served_model(body.model)
-    frontend.check_ready()
-    turn = await turn_of(frontend, body)
-    with frontend.submit(
-        [turn.prompt],
-        turn.params,
-        request_id=request_id,
-        model=model,
-        level=level,
-        arrival=arrival,
-        cache_salt=body.prefix_salt,
-        prediction=turn.prediction,
-        shown=turn.shown,
-    ) as generation:
-        shape = ChatShape(frontend, body, model, request_id, turn)
-        if body.stream:
-            await send_events(send, generation, shape, request_id)
-        else:
-            await send_whole(send, generation, shape)
 
 
 class ChatShape:
     """See `sse.Shape`."""
 
-    def __init__(self, frontend: Frontend, body: ChatBody, model: str, request_id: str, turn: Turn) -> None:
+    def __init__(self, body: ChatBody, frontend: Frontend, model: str, request_id: str, turn: Turn) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
         self._tokenizer = frontend.tokenizer

@@ -30,7 +30,8 @@ from penstock.obs.tracing import Tracing
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
-OPEN_ROUTES = {"/health", "/ready", "/metrics", "/version"}  # need no key
+OPEN_ROUTES = {"/", "/docs", "/health", "/ready", "/metrics", "/version"}  # need no key
+PAGE_FILES = "/page/"  # neither does what is below it
 WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
 MAX_REQUEST_ID_CHARS = 128
 MAX_LISTED_FIELDS = 32
@@ -171,9 +172,11 @@ class Application:
 
     def _tenant_of(self, path: str, headers: Headers) -> str:
         """Who sends it, by its key. Raises Unauthorized when it has none of the keys."""
-        if not self._tenants or path in OPEN_ROUTES:
+        if not self._tenants or path in OPEN_ROUTES or path.startswith(PAGE_FILES):
             return ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # as Anthropic's clients send it
+            scheme, given = "bearer", headers["x-api-key"]
         key = given.strip().encode("latin-1")
         found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(key, known)]
         if scheme.lower() != "bearer" or not found:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.chat import Asked, answer, encoded
 from penstock.api.errors import error_row
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.schema import SHORT, Body, ChatBody, Int32, Messages, Strings, service_level, whole_number
 from penstock.api.sse import encode
+from penstock.api.turn import Turn, answer, prompt_of
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
@@ -42,7 +42,7 @@ class MessagesBody(Body):
 
     max_tokens: Count
     messages: Messages
-    system: Annotated[str | list[dict[str, Any]] | None, Field(fail_fast=True)] = None
+    system: Annotated[str | list[dict[str, Any]] | None, SkipValidation] = None  # `_text` says more
     stop_sequences: Strings | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -55,8 +55,12 @@ class MessagesBody(Body):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def chat(self) -> ChatBody:
-        """The chat that it is. Raises InvalidRequest or UnsupportedField, by the names of the fields that came."""
+    def chat(self, *, thinks: bool) -> ChatBody:
+        """The chat that it is. Raises InvalidRequest or UnsupportedField, by the names of the fields that came.
+
+        Args:
+            thinks: whether the model does; else it makes no difference what is said of that.
+        """
         for name in ELSEWHERE:
             if (self.model_extra or {}).get(name):
                 raise UnsupportedField(f"{name} is not supported: nothing but functions of the client is called", name)
@@ -74,12 +78,9 @@ class MessagesBody(Body):
             "continue_final_message": True if last == "assistant" else None,
             "response_format": _form(self.output_format),
             **_tools(self.tools, self.tool_choice),
-            **_thinking(self.thinking),
+            **_thinking(self.thinking, thinks),
         }
-        try:
-            return ChatBody.made(fields, self)
-        except InvalidRequest as error:
-            raise renamed(error, places) from None
+        return ChatBody.made(fields, self, partial(renamed, places))
 
 
 class CountBody(MessagesBody):
@@ -90,16 +91,16 @@ class CountBody(MessagesBody):
 
 def routes(frontend: Frontend) -> list[Route]:
     async def messages(request: Request) -> UntilDisconnect:
-        body = (await read_body(request, MessagesBody)).chat()
+        body = (await read_body(request, MessagesBody)).chat(thinks=frontend.dialect.reasoning is not None)
         level = service_level(body, request.headers)
         return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, MessageShape))
 
     async def count_message_tokens(request: Request) -> Response:
         """How long the prompt of such a message is."""
-        body = (await read_body(request, CountBody)).chat()
+        body = (await read_body(request, CountBody)).chat(thinks=False)
         frontend.served_model(body.model)
         frontend.check_known()
-        prompt = await encoded(frontend, body, None)
+        prompt = await prompt_of(frontend, body, None)
         return json_response({"input_tokens": len(prompt)})
 
     return [
@@ -113,7 +114,7 @@ def error_body(message: str, kind: str, param: str | None, code: str) -> dict[st
     return {"type": "error", "error": {"type": CODES.get(code) or KINDS.get(kind, kind), "message": message}}
 
 
-def renamed(error: InvalidRequest, places: list[int]) -> InvalidRequest:
+def renamed(places: list[int], error: InvalidRequest) -> InvalidRequest:
     """A chat's error by the names of a message's fields.
 
     Args:
@@ -230,19 +231,19 @@ def _tools(tools: list[Block] | None, choice: Block | None) -> Fields:
     }
 
 
-def _thinking(said: Block | None) -> Fields:
+def _thinking(said: Block | None, thinks: bool) -> Fields:
     """Without a word of it there is none, as with Anthropic."""
     kind = "disabled" if said is None else said.get("type")
-    if kind == "disabled":
-        return {"reasoning_effort": "none", "include_reasoning": False}
-    if kind not in ("enabled", "adaptive"):
+    if kind not in ("enabled", "adaptive", "disabled"):
         raise _wrong("thinking.type", kind, "'enabled', 'adaptive' or 'disabled'")
-    assert said is not None
-    budget = said.get("budget_tokens")
+    budget = (said or {}).get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise _wrong("thinking.budget_tokens", budget, "a whole number at least 1")
-    wishes = {"enable_thinking": True, "thinking": True}
-    return {"chat_template_kwargs": wishes, "thinking_token_budget": budget}
+    if not thinks:
+        return {}
+    if kind == "disabled":
+        return {"reasoning_effort": "none", "include_reasoning": False}
+    return {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}, "thinking_token_budget": budget}
 
 
 def _form(said: Block | None) -> Fields | None:
@@ -286,15 +287,10 @@ class MessageShape:
     shows_tokens = False
     counts = False
 
-    def __init__(self, asked: Asked) -> None:
-        self._head: Fields = {
-            "id": f"msg_{asked.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": asked.model,
-        }
-        self._reader = asked.readers[0] if asked.readers else None
-        self._prompt_tokens = len(asked.prompt)
+    def __init__(self, frontend: Frontend, model: str, request_id: str, turn: Turn) -> None:
+        self._head: Fields = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._reader = turn.readers[0] if turn.readers else None
+        self._prompt_tokens = len(turn.prompt)
         self._index = -1  # of the newest block
         self._open = ""  # its kind; "" when it has ended
         self._blank = ""  # white space, which is not worth a block of its own

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from penstock.api import answers
 from penstock.api.body_schema import body_schema
-from penstock.api.http import Route
+from penstock.api.http import OPEN_ROUTES, Route
 from penstock.api.schema import ServedBody
 
 JSON = "application/json"
+TEMPLATE = "#/components/schemas/{name}"
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -37,22 +39,37 @@ EVERYWHERE = {  # status -> when
 OF_MODELS = {404: "no such model is served here"}
 OF_BODIES = {413: "the body is too long"}
 OF_WORK = {429: "too much is waiting already; see `Retry-After`"}
-STREAMS = {"/v1/chat/completions", "/v1/completions"}
+EVENT = {  # of a stream
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {"type": "string", "description": "a chunk of the answer, in OpenAI's shape; at last [DONE]"}
+    },
+}
+STREAMS = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
 
 
 def document(
-    routes: Iterable[Route], version: str, vocab_size: int = 0, max_model_len: int = 0, embedding_size: int = 0
+    routes: Iterable[Route],
+    version: str,
+    vocab_size: int = 0,
+    max_model_len: int = 0,
+    embedding_size: int = 0,
+    *,
+    keys: bool = False,
 ) -> dict[str, Any]:
     """The OpenAPI document of these routes.
 
     Args:
+        keys: whether requests must bear an API key.
         vocab_size, max_model_len, embedding_size: of the model; 0 when not known yet.
     """
-    schemas: dict[str, Any] = {"Error": ERROR}
+    answered, named = answers.schemas(TEMPLATE)
+    schemas: dict[str, Any] = {"Error": ERROR, **named}
     paths: dict[str, Any] = {}
     for route in routes:
         work = route.body is not None and issubclass(route.body, ServedBody)
-        responses = _responses(route, work=work)
+        responses = _responses(route, answered.get(route.path_format), work=work)
         operation: dict[str, Any] = {"operationId": route.name, "responses": responses}
         if route.endpoint.__doc__:
             operation["description"] = route.endpoint.__doc__
@@ -64,16 +81,22 @@ def document(
             schema = body_schema(route.body, *sizes, template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        if keys and route.path_format in OPEN_ROUTES:
+            operation["security"] = []
         paths.setdefault(route.path_format, {})[route.method.lower()] = operation
     info = {"title": "penstock", "version": version}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+    described = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+    if keys:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"key": []}]
+    return described
 
 
-def _responses(route: Route, *, work: bool) -> dict[str, Any]:
+def _responses(route: Route, answer: dict[str, Any] | None, *, work: bool) -> dict[str, Any]:
     path = route.path_format
-    kinds: dict[str, Any] = {"text/plain": {}} if path == "/metrics" else {JSON: {}}
+    kinds: dict[str, Any] = {"text/plain": {}} if path == "/metrics" else {JSON: {"schema": answer} if answer else {}}
     if path in STREAMS:
-        kinds["text/event-stream"] = {}
+        kinds["text/event-stream"] = {"schema": EVENT}
     statuses = {**EVERYWHERE, **route.refusals}
     if route.method == "POST" or "{model}" in path:
         statuses |= OF_MODELS

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from penstock.api.chat import Asked
 from penstock.api.errors import error_row
 from penstock.api.logprobs import chat_logprobs
 from penstock.api.message import Fields
 from penstock.api.response_store import ResponseStore
 from penstock.api.sse import encode
+from penstock.api.turn import Turn
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
 
 Item = dict[str, Any]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of items' ids
@@ -52,13 +55,21 @@ class ResponseShape:
     counts = False
 
     def __init__(
-        self, body: ResponseFields, before: list[Fields], store: ResponseStore | None, tenant: str, asked: Asked
+        self,
+        body: ResponseFields,
+        before: list[Fields],
+        store: ResponseStore | None,
+        tenant: str,
+        frontend: Frontend,
+        model: str,
+        request_id: str,
+        turn: Turn,
     ) -> None:
         self._body, self._before, self._store, self._tenant = body, before, store, tenant
-        self._id, self._model = f"resp_{asked.request_id}", asked.model
+        self._id, self._model = f"resp_{request_id}", model
         self._created = int(time.time())
-        self._reader = asked.readers[0] if asked.readers else None
-        self._tokenizer = asked.tokenizer
+        self._reader = turn.readers[0] if turn.readers else None
+        self._tokenizer = frontend.tokenizer
         self._number = 0  # of the next event
         self._items: list[Item] = []
         self._texts: list[list[str]] = []  # of each item, in pieces

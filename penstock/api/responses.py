@@ -6,17 +6,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, SkipValidation
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.chat import answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape
 from penstock.api.response_store import ResponseStore
-from penstock.api.schema import SHORT, Body, ChatBody, Int32, Messages, Strings, service_level, whole_number
+from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
+from penstock.api.turn import answer
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SAME += ("chat_template_kwargs", "parallel_tool_calls", "stream")
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
-    input: str | Messages
+    input: Annotated[str | list[dict[str, Any]], SkipValidation]  # `messages_of` says more
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -70,7 +70,7 @@ class ResponsesBody(Body):
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, SkipValidation] = None  # `tools.tool_use` says more
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
@@ -108,10 +108,7 @@ class ResponsesBody(Body):
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             **{name: getattr(self, name) for name in SAME},
         }
-        try:
-            return ChatBody.made(fields, self)
-        except InvalidRequest as error:
-            raise _renamed(error, len(system) + len(before), places) from None
+        return ChatBody.made(fields, self, partial(_renamed, len(system) + len(before), places))
 
 
 def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
@@ -159,7 +156,7 @@ def _gone(name: str, field: str = "") -> HTTPException:
     )
 
 
-def _renamed(error: InvalidRequest, first: int, places: list[int]) -> InvalidRequest:
+def _renamed(first: int, places: list[int], error: InvalidRequest) -> InvalidRequest:
     """A chat's error by the names of a response's fields.
 
     Args:
@@ -182,6 +179,8 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
     """The chat's messages, and of each which item it begins with."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}], [0]
+    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
+        raise _wrong("input", given, "a string, or a list of at least one item, each an object")
     made: list[Fields] = []
     places: list[int] = []
     thought = ""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
@@ -34,22 +34,23 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
 
 
-def _whole(value: object) -> object:
+def whole_number(value: object) -> object:
     """1.0 as 1: JSON knows no difference, and some languages' encoders write it so."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole_numbers(values: Any) -> Any:
     """The same for each in a list, in which there is hardly ever one."""
-    return [*map(_whole, values)] if isinstance(values, list) and float in set(map(type, values)) else values
+    return [*map(whole_number, values)] if isinstance(values, list) and float in set(map(type, values)) else values
 
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(_whole)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(whole_number)]
 Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], Field(fail_fast=True), BeforeValidator(_whole_numbers)
 ]
+Names = Callable[[InvalidRequest], InvalidRequest]
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 # Known fields that are not served yet -> the values that would change nothing (null never does).
@@ -133,6 +134,7 @@ class Body(BaseModel):
     model: str | None = None
     _size: int = PrivateAttr(0)
     _tenant: str = PrivateAttr("")
+    _names: Names | None = PrivateAttr(None)
 
     @property
     def size(self) -> int:
@@ -145,6 +147,29 @@ class Body(BaseModel):
             tenant: whose cached prefixes and conversations are its own; all of one length. "" shares them.
         """
         self._tenant = tenant
+
+    @classmethod
+    def made(cls, fields: Mapping[str, Any], of: Body, names: Names) -> Self:
+        """One that stands for another that came. Raises `InvalidRequest` or `UnsupportedField`.
+
+        Args:
+            fields: those that are None are left out.
+            names: makes of an error by the names of these one by those that came.
+        """
+        try:
+            body = cls.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:
+            raise names(_explained(error.errors(include_url=False)[0])) from None
+        body._size, body._tenant, body._names = of._size, of._tenant, names
+        try:
+            body.check()
+        except InvalidRequest as error:
+            raise names(error) from None
+        return body
+
+    def as_came(self, error: InvalidRequest) -> InvalidRequest:
+        """An error by the names of the fields that came."""
+        return error if self._names is None else self._names(error)
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest` naming the field."""
@@ -230,7 +255,7 @@ class GenerationBody(ServedBody):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: Int32 | None = None
-    seed: Annotated[int, BeforeValidator(_whole)] | None = None
+    seed: Annotated[int, BeforeValidator(whole_number)] | None = None
     max_tokens: Int32 | None = None
     temperature: float | None = None
     top_k: Int32 | None = None
@@ -308,9 +333,9 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_whole)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(_whole)] | None = None
+    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -320,7 +345,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1), BeforeValidator(_whole)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
     _tool_use: ToolUse | None = PrivateAttr(None)
 
     @property
@@ -390,7 +415,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_whole)] | None = (
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = (
         None  # vLLM, too, gives all of them to chats only
     )
     add_special_tokens: bool = True

@@ -1,17 +1,21 @@
-"""A turn of a chat that is asked for: its prompt, how it is sampled, and how its text is read."""
+"""A turn of a chat that is asked for: its prompt, how it is sampled, how its text is read, and how it is answered."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.types import Send
 
 from penstock.api.message import MessageReader
 from penstock.api.schema import ChatBody, Prediction, sampling_params
+from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
 from penstock.api.tools import ToolUse
 from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
 from penstock.core.structured_outputs import StructuredOutputs
 from penstock.service.intake import check_named, check_room, longest_whole, truncated
 from penstock.text.dialect import Dialect
@@ -40,6 +44,41 @@ class Turn:
     shown: frozenset[int]
 
 
+class MakeShape(Protocol):
+    """How an API presents the turn."""
+
+    def __call__(self, frontend: Frontend, model: str, request_id: str, turn: Turn) -> Shape: ...
+
+
+async def answer(
+    frontend: Frontend, body: ChatBody, level: ServiceLevel, request_id: str, make: MakeShape, send: Send
+) -> None:
+    """Generate the turn, and send it. Raises what `turn_of` raises."""
+    arrival = frontend.clock.now()
+    model = frontend.served_model(body.model)
+    frontend.check_ready()
+    try:
+        turn = await turn_of(frontend, body)
+    except InvalidRequest as error:
+        raise body.as_came(error) from None
+    with frontend.submit(
+        [turn.prompt],
+        turn.params,
+        request_id=request_id,
+        model=model,
+        level=level,
+        arrival=arrival,
+        cache_salt=body.prefix_salt,
+        prediction=turn.prediction,
+        shown=turn.shown,
+    ) as generation:
+        shape = make(frontend, model, request_id, turn)
+        if body.stream:
+            await send_events(send, generation, shape, request_id)
+        else:
+            await send_whole(send, generation, shape)
+
+
 async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     """What a body asks for. Raises InvalidRequest and the like, naming the field."""
     dialect, use = frontend.dialect, body.tool_use
@@ -50,15 +89,7 @@ async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     if use is not None and (form := _free_form(dialect, use, body, params)) is not None:
         params = dataclasses.replace(params, structured_outputs=form)
         await check_grammar(frontend, params, use.renamed)
-    prompt = await frontend.encode_chat(
-        body.messages,
-        size=body.size,
-        add_generation_prompt=body.opens_turn,
-        continue_final_message=bool(body.continue_final_message),
-        tools=None if use is None else use.declared,
-        template_kwargs=body.template_kwargs,
-        max_model_len=longest_whole(params, frontend.max_model_len),
-    )
+    prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
     prompt = list(truncated(prompt, params, frontend.max_model_len))
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
@@ -69,6 +100,22 @@ async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     readers = _message_readers(dialect, body, opened, params.n)
     shown = dialect.reasoning_ids.union(() if use is None else dialect.tool_tokens.values())
     return Turn(prompt, params, prediction, readers, shown)
+
+
+async def prompt_of(frontend: Frontend, body: ChatBody, max_model_len: int | None) -> list[int]:
+    """
+    Raises:
+        PromptTooLong: of more tokens than that.
+    """
+    return await frontend.encode_chat(
+        body.messages,
+        size=body.size,
+        add_generation_prompt=body.opens_turn,
+        continue_final_message=bool(body.continue_final_message),
+        tools=None if body.tool_use is None else body.tool_use.declared,
+        template_kwargs=body.template_kwargs,
+        max_model_len=max_model_len,
+    )
 
 
 def _check_tools(dialect: Dialect, use: ToolUse | None) -> None:

@@ -193,6 +193,7 @@ class Frontend:
                 "queued_tokens": self.engine_client.queued_tokens,
                 "generated_tokens": self.metrics.generated_tokens,
                 "attainment": self.metrics.attainment(),
+                "latency": self.metrics.latency(),
                 "prefixes": self.metrics.prefixes(),
                 "troubles": {i["name"]: i["trouble"] for i in self.instance_states() if i["trouble"]},
             },

@@ -80,13 +80,16 @@ async def test_whole_and_in_a_stream(client: httpx.AsyncClient, frontend: Any) -
 @pytest.mark.parametrize(
     ("delta", "why"),
     [
-        (Delta(0, "Hi", [72], "length"), {"stop_reason": "max_tokens", "stop_sequence": None}),
-        (Delta(0, "Hi", [72], "stop", "END"), {"stop_reason": "stop_sequence", "stop_sequence": "END"}),
-        (Delta(0, "Hi", [72], "stop", 7), {"stop_reason": "end_turn", "stop_sequence": None}),
+        (Delta(0, "Hi", [72], finish_reason="length"), {"stop_reason": "max_tokens", "stop_sequence": None}),
+        (
+            Delta(0, "Hi", [72], finish_reason="stop", stop_reason="END"),
+            {"stop_reason": "stop_sequence", "stop_sequence": "END"},
+        ),
+        (Delta(0, "Hi", [72], finish_reason="stop", stop_reason=7), {"stop_reason": "end_turn", "stop_sequence": None}),
     ],
 )
 async def test_why_it_ended(client: httpx.AsyncClient, frontend: Any, delta: Delta, why: dict[str, Any]) -> None:
-    frontend.script = lambda part: part.request.put(delta)
+    frontend.script = lambda part: part.put(delta)
     whole = (await client.post(URL, json=HI)).json()
     assert {key: whole[key] for key in why} == why
     stream = folded(await client.post(URL, json=HI | {"stream": True}))

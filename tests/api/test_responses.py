@@ -66,7 +66,7 @@ async def test_whole_and_in_a_stream(client: httpx.AsyncClient, frontend: Any) -
 
 
 async def test_what_is_cut_is_incomplete(client: httpx.AsyncClient, frontend: Any) -> None:
-    frontend.script = lambda part: part.request.put(Delta(0, "Hi", [72], "length"))
+    frontend.script = lambda part: part.put(Delta(0, "Hi", [72], finish_reason="length"))
     whole = (await client.post(URL, json={"input": "hi"})).json()
     assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert whole["output"][0]["status"] == "incomplete"
