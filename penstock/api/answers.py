@@ -52,17 +52,31 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON")]
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
 
 
 class ChatChoice(msgspec.Struct):
     index: Count
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -158,6 +172,65 @@ class Scores(msgspec.Struct):
     usage: InputUsage
 
 
+# --- messages, responses
+
+
+class MessageUsage(msgspec.Struct):
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class Message(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokens(msgspec.Struct):
+    input_tokens: Count
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: Count
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: Count
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class Response(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+    previous_response_id: str | None
+    incomplete_details: dict[str, str] | None
+
+
+class DeletedResponse(msgspec.Struct):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
 # --- the rest
 
 
@@ -225,9 +298,14 @@ class Sleeping(msgspec.Struct):
     is_sleeping: bool
 
 
-ANSWERS: dict[str, type[msgspec.Struct]] = {  # path -> what a 200 is, where that is JSON
+ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path -> what a 200 is, where that is JSON
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
+    "/v1/responses": Response,
+    "GET /v1/responses/{response}": Response,
+    "DELETE /v1/responses/{response}": DeletedResponse,
+    "/v1/messages": Message,
+    "/v1/messages/count_tokens": MessageTokens,
     "/v1/embeddings": Embeddings,
     "/v1/rerank": Ranks,
     "/v2/rerank": Ranks,
@@ -248,7 +326,7 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {  # path -> what a 200 is, where tha
 
 
 def schemas(template: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Path -> the schema of its answer, and the schemas that these refer to.
+    """`ANSWERS` with schemas in the place of types, and the schemas that these refer to.
 
     Args:
         template: where the latter will stand, with {name}.

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.api.block_schema import messages_fields, response_fields
+from penstock.api.messages import MessagesBody
+from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
     FOREIGN,
     MAX_BIAS_DIGITS,
@@ -92,6 +95,8 @@ def body_schema(
     fields = schema["properties"]
     token = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
     tokens: Schema = {"type": "array", "items": token}
+    if issubclass(model, MessagesBody | ResponsesBody):
+        return _of_turn(model, schema, max_model_len)
     if "messages" in fields:
         fields["messages"] = {"anyOf": [_messages(), NULL]} if "prompt" in fields else _messages()
     if "tools" in fields:
@@ -122,12 +127,48 @@ def body_schema(
         schema["allOf"] = _conditions(model)
     elif "messages" in fields:
         schema["allOf"] = [_exactly_one("prompt", "messages"), _one_turn()]
+    return _without_unserved(model, schema)
+
+
+def _of_turn(model: type[Body], schema: Schema, max_model_len: int) -> Schema:
+    """Of a body that stands for a chat's."""
+    fields, limit = schema["properties"], "max_tokens"
+    if issubclass(model, MessagesBody):
+        fields |= messages_fields()
+    else:
+        limit = "max_output_tokens"
+        fields |= response_fields()
+        fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
+        fields["logit_bias"] = {"anyOf": [_bias(), NULL]}
+        stop = _stop()
+        fields["stop"] = {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}, NULL]}
+        fields["top_logprobs"] = {"type": ["integer", "null"], "minimum": ALL_LOGPROBS, "maximum": MAX_LOGPROBS}
+        fields["slo"] = NULL
+    for name in fields.keys() & RANGES.keys() - {"max_tokens"}:
+        fields[name] |= RANGES[name]
+    if max_model_len:
+        fields[limit]["maximum"] = max_model_len - 1
+    return _without_unserved(model, schema)
+
+
+def _without_unserved(model: type[Body], schema: Schema) -> Schema:
+    fields = schema["properties"]
     for name, harmless in NOT_YET.items():
         if name not in model.model_fields:
             fields[name] = {"enum": [None, *harmless]}
     fields |= dict.fromkeys(FOREIGN, NULL)
     schema["patternProperties"] = {f"^{prefix}": NULL for prefix in REMOVED_PREFIXES}
     return schema
+
+
+def _stop() -> Schema:
+    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+
+
+def _bias() -> Schema:
+    names = {"pattern": f"^[0-9]{{1,{MAX_BIAS_DIGITS}}}$"}
+    bias = {"type": "number", "minimum": -100, "maximum": 100}
+    return {"type": "object", "propertyNames": names, "additionalProperties": bias}
 
 
 def _prompts(tokens: Schema, most: int) -> Schema:
@@ -148,7 +189,7 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
         fields["max_tokens"]["maximum"] = max_model_len - 1
     if issubclass(model, CompletionBody):
         fields["max_tokens"]["minimum"] = 0
-    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+    stop = _stop()
     word = {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS}
     fields["stop"] = {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}, NULL]}
     fields["bad_words"] = {"anyOf": [{"type": "array", "items": word, "maxItems": MAX_BAD_WORDS}, NULL]}
@@ -156,9 +197,7 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
     fields["allowed_token_ids"] = {"anyOf": [tokens | {"minItems": 1}, NULL]}
     fields["response_format"] = {"anyOf": [NULL, *_formats()]}
     fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
-    bias = {"type": "number", "minimum": -100, "maximum": 100}
-    names = {"pattern": f"^[0-9]{{1,{MAX_BIAS_DIGITS}}}$"}
-    fields["logit_bias"] = {"anyOf": [{"type": "object", "propertyNames": names, "additionalProperties": bias}, NULL]}
+    fields["logit_bias"] = {"anyOf": [_bias(), NULL]}
     options = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
     fields["stream_options"] = {"anyOf": [{"type": "object", "properties": options}, NULL]}
 

@@ -50,6 +50,9 @@ class Route(routing.Route):
         body: what `read_body` makes of the request's body there; None without one.
         errors: how it says them.
         refusals: statuses that only it answers with, and when.
+
+    Attributes:
+        allowed: methods of its path, those of other routes included.
     """
 
     def __init__(
@@ -62,16 +65,17 @@ class Route(routing.Route):
         refusals: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
-        self.methods = self._allowed
+        self.method = method
+        self.methods: set[str] = {method, "HEAD"} if method == "GET" else {method}
+        self.allowed = self.methods
         self.body = body
         self.errors = errors
         self.refusals = refusals
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
-        if scope["method"] not in self._allowed:
-            allowed = ", ".join(sorted(self._allowed))
+        if scope["method"] not in self.methods:
+            allowed = ", ".join(sorted(self.allowed))
             message = f"{scope['path']}: {scope['method']}, allowed is {allowed}"
             raise HTTPException(405, message, {"allow": allowed})
         response = await self.endpoint(Request(scope, receive))
@@ -96,6 +100,8 @@ class Application:
         max_body_bytes: int,
         tracing: Tracing | None,
     ) -> None:
+        for route in routes:
+            route.allowed = set().union(*(each.methods for each in routes if each.path == route.path))
         self.routes = routes
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
         self._frontend = frontend

@@ -221,9 +221,11 @@ def _tools(tools: list[Block] | None, choice: Block | None) -> Fields:
     kind = choice.get("type")
     chosen: dict[Any, object] = {"auto": "auto", "any": "required", "none": "none"}
     chosen["tool"] = {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in chosen:
+    if not isinstance(kind, str) or kind not in chosen:
         raise _wrong("tool_choice.type", kind, "'auto', 'any', 'tool' or 'none'")
     serial = choice.get("disable_parallel_tool_use")
+    if serial is not None and not isinstance(serial, bool):
+        raise _wrong("tool_choice.disable_parallel_tool_use", serial, "true or false")
     return {
         "tools": declared or None,
         "tool_choice": chosen[kind],
@@ -322,7 +324,7 @@ class MessageShape:
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         (output,) = outputs
-        message = {"content": output.text} if self._reader is None else self._reader.whole(output.text)
+        message: Fields = {"content": output.text} if self._reader is None else self._reader.whole(output.text)
         content: list[Block] = []
         if thought := message.get("reasoning_content"):
             content.append({"type": "thinking", "thinking": thought, "signature": ""})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.api import answers
+from penstock.api import answers, messages
 from penstock.api.body_schema import body_schema
 from penstock.api.http import OPEN_ROUTES, Route
 from penstock.api.schema import ServedBody
@@ -26,6 +26,18 @@ ERROR = {
                 "code": {"type": "string"},
             },
         }
+    },
+}
+MESSAGE_ERROR = {  # in Anthropic's shape
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 EVERYWHERE = {  # status -> when
@@ -65,11 +77,12 @@ def document(
         vocab_size, max_model_len, embedding_size: of the model; 0 when not known yet.
     """
     answered, named = answers.schemas(TEMPLATE)
-    schemas: dict[str, Any] = {"Error": ERROR, **named}
+    schemas: dict[str, Any] = {"Error": ERROR, "MessageError": MESSAGE_ERROR, **named}
     paths: dict[str, Any] = {}
     for route in routes:
         work = route.body is not None and issubclass(route.body, ServedBody)
-        responses = _responses(route, answered.get(route.path_format), work=work)
+        answer = answered.get(f"{route.method} {route.path_format}") or answered.get(route.path_format)
+        responses = _responses(route, answer, work=work)
         operation: dict[str, Any] = {"operationId": route.name, "responses": responses}
         if route.endpoint.__doc__:
             operation["description"] = route.endpoint.__doc__
@@ -85,9 +98,10 @@ def document(
             operation["security"] = []
         paths.setdefault(route.path_format, {})[route.method.lower()] = operation
     info = {"title": "penstock", "version": version}
-    described = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+    components: dict[str, Any] = {"schemas": schemas}
+    described: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
     if keys:
-        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         described["security"] = [{"key": []}]
     return described
 
@@ -103,6 +117,7 @@ def _responses(route: Route, answer: dict[str, Any] | None, *, work: bool) -> di
     statuses |= OF_BODIES  # a body may come with any request, and be refused
     if work:
         statuses |= OF_WORK
-    error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = "MessageError" if route.errors is messages.error_body else "Error"
+    error = {JSON: {"schema": {"$ref": TEMPLATE.format(name=name)}}}
     refused = {str(status): {"description": statuses[status], "content": error} for status in sorted(statuses)}
     return {"200": {"description": "as asked for", "content": kinds}} | refused

@@ -75,7 +75,8 @@ class ResponseShape:
         self._texts: list[list[str]] = []  # of each item, in pieces
         self._logprobs: list[Item] = []  # of the newest item
         self._blank = ""
-        self._status, self._why = "in_progress", None
+        self._status = "in_progress"
+        self._why: Fields | None = None
 
     def count(self, usage: Usage) -> None:
         raise AssertionError("it does not count")

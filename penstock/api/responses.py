@@ -31,10 +31,12 @@ RENAMED = {  # fields of a chat -> of a response
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-SAME += ("repetition_penalty", "ignore_eos", "min_tokens", "logit_bias", "skip_special_tokens", "structured_outputs")
-SAME += ("priority", "slo", "service_tier", "cache_salt", "prompt_cache_key", "user", "metadata")
-SAME += ("chat_template_kwargs", "parallel_tool_calls", "stream")
+SAME: tuple[str, ...] = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "ignore_eos", "min_tokens", "logit_bias", "skip_special_tokens", "structured_outputs"),
+    *("priority", "slo", "service_tier", "cache_salt", "prompt_cache_key", "user", "metadata"),
+    *("chat_template_kwargs", "parallel_tool_calls", "stream"),
+)
 
 
 class ResponsesBody(Body):
@@ -96,6 +98,8 @@ class ResponsesBody(Body):
         """
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         new, places = messages_of(self.input)
+        if not new and not before:
+            raise InvalidRequest("input: only reasoning, at least one message is needed", "input")
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, *before, *new],

@@ -203,6 +203,7 @@ def make_site(
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
         curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
+        kept_responses: see `create_app`.
     """
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
@@ -275,6 +276,7 @@ def make_site(
         max_body_bytes=options.max_body_size,
         tracing=tracing,
         sleep_mode=options.enable_sleep_mode,
+        kept_responses=kept_responses,
     )
     return Site(options, listener, context, frontend, placement, _http_server(app, options, link), began, tracing)
 
