@@ -29,7 +29,11 @@ def messages_fields() -> Schema:
     choices = [_object(_optional=_SERIAL, type={"enum": ["auto", "any", "none"]})]
     choices.append(_object(_optional=_SERIAL, type={"const": "tool"}, name=NAME))
     budget = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**31 - 1}
-    thinking = _object(_optional={"budget_tokens": budget}, type={"enum": ["enabled", "adaptive", "disabled"]})
+    thinking = _object(
+        _optional={"budget_tokens": budget}, type={"enum": ["enabled", "adaptive", "between_tools", "disabled"]}
+    )
+    form = _object(type={"const": "json_schema"}, schema={"type": "object"})
+    effort = {"enum": [None, "low", "medium", "high", "xhigh", "max"]}
     stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
     return {
         "messages": _list({"anyOf": [asked, told]}, least=1),
@@ -38,7 +42,8 @@ def messages_fields() -> Schema:
         "tool_choice": {"anyOf": [*choices, NULL]},
         "thinking": {"anyOf": [thinking, NULL]},
         "stop_sequences": {"anyOf": [_list(stop) | {"maxItems": MAX_STOP_STRINGS}, NULL]},
-        "output_format": {"anyOf": [_object(type={"const": "json_schema"}, schema={"type": "object"}), NULL]},
+        "output_format": {"anyOf": [form, NULL]},
+        "output_config": {"anyOf": [_object(_optional={"format": {"anyOf": [form, NULL]}, "effort": effort}), NULL]},
         "container": NULL,
         "mcp_servers": {"anyOf": [{"type": "array", "maxItems": 0}, NULL]},
     }

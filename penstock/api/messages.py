@@ -33,7 +33,9 @@ CODES = {  # ours -> its kinds, where that says more
     "model_not_found": "not_found_error",
     "request_too_large": "request_too_large",
 }
-RENAMED = {"stop": "stop_sequences", "response_format": "output_format"}  # fields of a chat -> of a message
+RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format"}  # fields of a chat -> of a message
+THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+EFFORTS: tuple[str | None, ...] = (None, "low", "medium", "high", "xhigh", "max")
 ELSEWHERE = ("container", "mcp_servers")  # what Anthropic's servers run
 
 
@@ -51,7 +53,8 @@ class MessagesBody(Body):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # what is in the former now
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
@@ -76,9 +79,9 @@ class MessagesBody(Body):
             "top_k": self.top_k,
             "top_p": self.top_p,
             "continue_final_message": True if last == "assistant" else None,
-            "response_format": _form(self.output_format),
+            "response_format": _form((self.output_config or {}).get("format") or self.output_format),
             **_tools(self.tools, self.tool_choice),
-            **_thinking(self.thinking, thinks),
+            **_thinking(self.thinking, (self.output_config or {}).get("effort"), thinks),
         }
         return ChatBody.made(fields, self, partial(renamed, places))
 
@@ -233,11 +236,13 @@ def _tools(tools: list[Block] | None, choice: Block | None) -> Fields:
     }
 
 
-def _thinking(said: Block | None, thinks: bool) -> Fields:
+def _thinking(said: Block | None, effort: Any, thinks: bool) -> Fields:
     """Without a word of it there is none, as with Anthropic."""
     kind = "disabled" if said is None else said.get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise _wrong("thinking.type", kind, "'enabled', 'adaptive' or 'disabled'")
+    if kind not in THINKING:
+        raise _wrong("thinking.type", kind, ", ".join(THINKING))
+    if effort not in EFFORTS:
+        raise _wrong("output_config.effort", effort, ", ".join(each for each in EFFORTS if each))
     budget = (said or {}).get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise _wrong("thinking.budget_tokens", budget, "a whole number at least 1")
@@ -245,14 +250,15 @@ def _thinking(said: Block | None, thinks: bool) -> Fields:
         return {}
     if kind == "disabled":
         return {"reasoning_effort": "none", "include_reasoning": False}
-    return {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}, "thinking_token_budget": budget}
+    wishes = {"enable_thinking": True, "thinking": True}
+    return {"chat_template_kwargs": wishes, "thinking_token_budget": budget, "reasoning_effort": effort}
 
 
-def _form(said: Block | None) -> Fields | None:
+def _form(said: Any) -> Fields | None:
     if said is None:
         return None
-    if said.get("type") != "json_schema" or not isinstance(said.get("schema"), dict):
-        raise _wrong("output_format", said, "{'type': 'json_schema', 'schema': ...}")
+    if not isinstance(said, dict) or said.get("type") != "json_schema" or not isinstance(said.get("schema"), dict):
+        raise _wrong("output_config.format", said, "{'type': 'json_schema', 'schema': ...}")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": said["schema"]}}
 
 

@@ -194,6 +194,7 @@ def make_site(
     flight_recorder: str | None = None,
     link: socket.socket | None = None,
     curve: Curve | None = None,
+    kept_responses: Path | None = None,
 ) -> Site:
     """
     Args:
