@@ -13,6 +13,7 @@ export function cluster(section) {
   let trouble = "";
 
   async function watch() {
+    watching?.abort();
     const mine = (watching = new AbortController());
     while (!mine.signal.aborted) {
       try {
@@ -55,12 +56,23 @@ export function cluster(section) {
     place("events", "div.columns", [happened(newest), decisions(newest.master)]);
   }
 
+  // a browser has six connections to a server: tabs that nobody sees leave theirs to others
+  let shown = false;
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) watching?.abort();
+    else if (shown) watch();
+  });
+
   return {
     enter: () => {
+      shown = true;
       if (!looks.length && !trouble) place("trouble", "div", el("p.empty", {}, "Looking …"));
       watch();
     },
-    leave: () => watching?.abort(),
+    leave: () => {
+      shown = false;
+      watching?.abort();
+    },
   };
 }
 

@@ -54,8 +54,12 @@ export function blocks(text) {
     else if (RULE.test(line)) take("rule", at + 1);
     else if (/^ {0,3}>/.test(line)) take("quote", until(at, (other) => !/^ {0,3}>/.test(other)));
     else if (ITEM.test(line)) {
-      take("list", until(at + 1, (other, i) =>
-        other.trim() ? !ITEM.test(other) && !/^\s{2,}/.test(other) && !lines[i - 1].trim() : !/^\s{2,}\S|^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i + 1] ?? "")));
+      const otherList = (other) => {
+        const item = ITEM.exec(other);
+        return item && item[1].length <= ITEM.exec(line)[1].length && /\d/.test(item[2]) !== /\d/.test(ITEM.exec(line)[2]);
+      };
+      take("list", until(at + 1, (other, i) => otherList(other) || (
+        other.trim() ? !ITEM.test(other) && !/^\s{2,}/.test(other) && !lines[i - 1].trim() : !/^\s{2,}\S|^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i + 1] ?? ""))));
     } else if (line.includes("|") && DIVIDER.test(lines[at + 1] ?? "")) take("table", until(at + 2, (other) => !other.includes("|")));
     else take("text", until(at + 1, (other) => !other.trim() || FENCE.test(other) || HEADING.test(other) || /^ {0,3}>/.test(other) || ITEM.test(other)));
   }
