@@ -155,6 +155,7 @@ def test_the_cluster_while_an_engine_dies(page: Any, pair: Any) -> None:
     keep(page, "cluster-broken")
     page.locator(".state.absent").wait_for(state="detached")
     page.locator(".state.ready").nth(1).wait_for()
+    page.get_by_text("absent → ready").wait_for()
     page.get_by_role("link", name="Chat").click()
     say(page, "Are you back?", max_tokens="8")
     last_answer(page).get_by_text("first token after").wait_for()

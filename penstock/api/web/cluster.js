@@ -3,12 +3,14 @@ import { el, ms, number, share, spark, svg, table } from "./dom.js";
 import { ask, events } from "./server.js";
 
 const KEPT = 300; // looks, of a second each
+const EVENTS = 30; // that are shown
 const SHOWN = 64; // instances of a role, those with the most to do
 const PLACES = ["device", "host", "disk", "remote", "peer"]; // colours stay with their place
 const COLOURS = { ready: "--good", suspect: "--warn", draining: "--warn", sleeping: "--warn", absent: "--bad" };
 
 export function cluster(section) {
   const looks = []; // the newest last
+  const changes = []; // of instances' states that were seen here, the newest first
   let watching = null; // an AbortController
   let trouble = "";
 
@@ -23,6 +25,8 @@ export function cluster(section) {
           const told = JSON.parse(data);
           trouble = event === "trouble" ? told.message : "";
           if (!trouble) {
+            if (looks.length) changes.unshift(...changed(looks.at(-1), told));
+            changes.length = Math.min(changes.length, EVENTS);
             looks.push(told);
             if (looks.length > KEPT) looks.shift();
           }
@@ -53,7 +57,7 @@ export function cluster(section) {
     place("tiles", "div.tiles", tiles(looks));
     place("pools", "div", pools(looks));
     place("more", "div.columns", [prefixes(newest), latency(newest), scaling(newest.master)]);
-    place("events", "div.columns", [happened(newest), decisions(newest.master)]);
+    place("events", "div.columns", [happened(newest, changes), decisions(newest.master)]);
   }
 
   // a browser has six connections to a server: tabs that nobody sees leave theirs to others
@@ -218,24 +222,39 @@ function scaling(master) {
 
 const clock = (at) => new Date(at).toLocaleTimeString([], { hour12: false });
 
-function happened({ master, frontend }) {
+/** Instances that came, went, or changed their state or role from one look to the next. */
+function changed(before, after) {
+  const known = new Map(before.master.instances.map((row) => [row.name, row]));
+  const found = [];
+  for (const row of after.master.instances) {
+    const was = known.get(row.name);
+    known.delete(row.name);
+    if (!was) found.push({ what: `${row.name} is here`, why: row.state });
+    else if (was.state !== row.state) found.push({ what: row.name, why: `${was.state} → ${row.state}` });
+  }
+  for (const name of known.keys()) found.push({ what: `${name} is gone`, why: "" });
+  return found.map((each) => ({ at: after.at, ...each }));
+}
+
+function happened({ master, frontend }, changes) {
   const rows = [
+    ...changes,
     ...master.moves.map((row) => ({ at: row.at, what: `${row.what} ${row.instance}${row.role ? ` to ${row.role}` : ""}`, why: row.reason })),
     ...master.relocations.map((row) => ({ at: row.at, what: row.request_id ? link(row.request_id) : "a request", why: `${row.source} → ${row.target}: ${row.reason}` })),
-  ].sort((a, b) => b.at.localeCompare(a.at));
+  ].sort((a, b) => b.at.localeCompare(a.at)).slice(0, EVENTS);
   const troubles = Object.entries(frontend.troubles).map(([name, why]) => el("p.bad", {}, `${name}: ${why}`));
   const columns = [{ name: "time", of: (row) => clock(row.at) }, { name: "what", of: (row) => row.what }, { name: "why", cls: "why", of: (row) => row.why }];
   return el("div.card", {}, el("h2", {}, "What happened"), troubles, rows.length ? table(columns, rows) : el("p.empty", {}, "Nothing was started, stopped or moved."));
 }
 
 function link(id) {
-  return el("a", { href: `#request/${encodeURIComponent(id)}` }, id);
+  return el("a", { href: `#request/${encodeURIComponent(id)}`, title: id }, id);
 }
 
 function decisions(master) {
   const columns = [
     { name: "time", of: (row) => clock(row.at) },
-    { name: "request", of: (row) => (row.request_id ? link(row.request_id) : "–") },
+    { name: "request", cls: "id", of: (row) => (row.request_id ? link(row.request_id) : "–") },
     { name: "instance", cls: "name", of: (row) => (row.decode ? `${row.prefill} → ${row.decode}` : row.prefill) },
     { name: "waited", number: true, of: (row) => ms(row.waited_ms) },
     { name: "why", cls: "why", of: (row) => `${row.policy}: ${row.reason}` },
