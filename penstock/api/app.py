@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import functools
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api import batches, chat, completions, embeddings, files, health, models, overview, sleep, tokenize
+from penstock.api import (
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    health,
+    messages,
+    models,
+    overview,
+    page,
+    responses,
+    sleep,
+    tokenize,
+)
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openapi import document
+from penstock.api.response_store import ResponseStore
 from penstock.obs.metrics import Metrics
 from penstock.obs.tracing import Tracing
 
@@ -32,6 +48,7 @@ def create_app(
     share_prefixes: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     tracing: Tracing | None = None,
+    kept_responses: Path | None = None,
     sleep_mode: bool = False,
     root_path: str = "",
     batch_store: BatchStore | None = None,
@@ -47,6 +64,7 @@ def create_app(
         share_prefixes: whether requests with different keys share cached prefixes, and conversations.
         max_body_bytes: longer bodies get a 413.
         tracing: where traces of requests go.
+        kept_responses: a file that all frontends of the host share; None is this process's memory.
         sleep_mode: whether there are routes that put engines to sleep.
         root_path: what paths may begin with, for a proxy in front that has other things too.
         batch_store: files and batches, which who runs them looks for there; None refuses them.
@@ -56,6 +74,8 @@ def create_app(
     routes = [
         *chat.routes(frontend),
         *completions.routes(frontend),
+        *responses.routes(frontend, ResponseStore(kept_responses)),
+        *messages.routes(frontend),
         *embeddings.routes(frontend),
         *files.routes(batch_store, max_file_bytes),
         *batches.routes(batch_store),
@@ -69,10 +89,12 @@ def create_app(
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        found = described(frontend.vocab_size, frontend.max_model_len, frontend.embedding_size)
+        sizes = frontend.vocab_size, frontend.max_model_len, frontend.embedding_size
+        found = described(*sizes, keys=keys_change or bool(api_keys))
         return json_response(found | {"servers": [{"url": root_path}]} if root_path else found)
 
-    every = [*routes, Route("GET", "/openapi.json", openapi)]
+    watched = overview.stream_route(frontend, tenants_apart=tenants_apart)
+    every = [*routes, Route("GET", "/openapi.json", openapi), watched, *page.routes()]
     return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing, root_path)
 
 

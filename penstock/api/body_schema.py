@@ -2,7 +2,8 @@
 
 What no schema can say stays with the server: that prompt and output fit the model's context together, that
 `min_tokens` is at most `max_tokens`, that some token is left to draw, that the tokens of `logit_bias` are in the
-vocabulary, what the chat template makes of the messages, and which schemas, expressions and grammars can be compiled.
+vocabulary, what the chat template makes of the messages, which tools there are to choose from, and which schemas,
+expressions and grammars can be compiled.
 Offline work without targets (`service_tier`, `slo`), and structured outputs beside a `response_format`, are left out,
 too, as conditions more than generators can take.
 """
@@ -11,6 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.api.block_schema import messages_fields, response_fields
+from penstock.api.messages import MessagesBody
+from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
     FOREIGN,
     MAX_BIAS_DIGITS,
@@ -31,6 +35,7 @@ from penstock.api.schema import (
     ScoreBody,
     ServedBody,
 )
+from penstock.api.tools import CHOICES, MAX_NAME_CHARS, MAX_TOOLS
 from penstock.core.sampling import (
     ALL_LOGPROBS,
     BEAMS_ONLY,
@@ -46,6 +51,7 @@ from penstock.core.sampling import (
     SEED_BITS,
 )
 from penstock.core.structured_outputs import MAX_BYTES
+from penstock.core.thinking import MAX_BUDGET, MAX_TOKENS
 from penstock.service.intake import MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -89,12 +95,19 @@ def body_schema(
     fields = schema["properties"]
     token = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
     tokens: Schema = {"type": "array", "items": token}
+    if issubclass(model, MessagesBody | ResponsesBody):
+        return _of_turn(model, schema, max_model_len)
     if "messages" in fields:
         fields["messages"] = {"anyOf": [_messages(), NULL]} if "prompt" in fields else _messages()
+    if "tools" in fields:
+        fields["tools"] = _tools()
+    if "tool_choice" in fields:
+        fields["tool_choice"] = _choice()
     if issubclass(model, DetokenizeBody):
         fields["tokens"] = tokens
     if issubclass(model, CompletionBody):
         fields["prompt"] = _prompts(tokens, MAX_PROMPTS)
+        fields["thinking"] = {"anyOf": [_thinking(token), NULL]}
     if issubclass(model, ServedBody):
         _served(fields, max_model_len)
     if issubclass(model, EmbeddingBody):
@@ -114,12 +127,48 @@ def body_schema(
         schema["allOf"] = _conditions(model)
     elif "messages" in fields:
         schema["allOf"] = [_exactly_one("prompt", "messages"), _one_turn()]
+    return _without_unserved(model, schema)
+
+
+def _of_turn(model: type[Body], schema: Schema, max_model_len: int) -> Schema:
+    """Of a body that stands for a chat's."""
+    fields, limit = schema["properties"], "max_tokens"
+    if issubclass(model, MessagesBody):
+        fields |= messages_fields()
+    else:
+        limit = "max_output_tokens"
+        fields |= response_fields()
+        fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
+        fields["logit_bias"] = {"anyOf": [_bias(), NULL]}
+        stop = _stop()
+        fields["stop"] = {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}, NULL]}
+        fields["top_logprobs"] = {"type": ["integer", "null"], "minimum": ALL_LOGPROBS, "maximum": MAX_LOGPROBS}
+        fields["slo"] = NULL
+    for name in fields.keys() & RANGES.keys() - {"max_tokens"}:
+        fields[name] |= RANGES[name]
+    if max_model_len:
+        fields[limit]["maximum"] = max_model_len - 1
+    return _without_unserved(model, schema)
+
+
+def _without_unserved(model: type[Body], schema: Schema) -> Schema:
+    fields = schema["properties"]
     for name, harmless in NOT_YET.items():
         if name not in model.model_fields:
             fields[name] = {"enum": [None, *harmless]}
     fields |= dict.fromkeys(FOREIGN, NULL)
     schema["patternProperties"] = {f"^{prefix}": NULL for prefix in REMOVED_PREFIXES}
     return schema
+
+
+def _stop() -> Schema:
+    return {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+
+
+def _bias() -> Schema:
+    names = {"pattern": f"^[0-9]{{1,{MAX_BIAS_DIGITS}}}$"}
+    bias = {"type": "number", "minimum": -100, "maximum": 100}
+    return {"type": "object", "propertyNames": names, "additionalProperties": bias}
 
 
 def _prompts(tokens: Schema, most: int) -> Schema:
@@ -140,7 +189,7 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
         fields["max_tokens"]["maximum"] = max_model_len - 1
     if issubclass(model, CompletionBody):
         fields["max_tokens"]["minimum"] = 0
-    stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+    stop = _stop()
     word = {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS}
     fields["stop"] = {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOP_STRINGS}, NULL]}
     fields["bad_words"] = {"anyOf": [{"type": "array", "items": word, "maxItems": MAX_BAD_WORDS}, NULL]}
@@ -148,9 +197,7 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
     fields["allowed_token_ids"] = {"anyOf": [tokens | {"minItems": 1}, NULL]}
     fields["response_format"] = {"anyOf": [NULL, *_formats()]}
     fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
-    bias = {"type": "number", "minimum": -100, "maximum": 100}
-    names = {"pattern": f"^[0-9]{{1,{MAX_BIAS_DIGITS}}}$"}
-    fields["logit_bias"] = {"anyOf": [{"type": "object", "propertyNames": names, "additionalProperties": bias}, NULL]}
+    fields["logit_bias"] = {"anyOf": [_bias(), NULL]}
     options = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
     fields["stream_options"] = {"anyOf": [{"type": "object", "properties": options}, NULL]}
 
@@ -175,11 +222,60 @@ def _structures() -> list[Schema]:
         "regex": {"regex": text},
         "choice": {"choice": choices},
         "grammar": {"grammar": text},
+        "structural_tag": {"structural_tag": {"anyOf": [_tag(), text]}},
     }
     return [
         {"type": "object", "properties": fields, "required": [kind], "additionalProperties": False}
         for kind, fields in kinds.items()
     ]
+
+
+def _thinking(token: Schema) -> Schema:
+    marker = {"type": "array", "items": token, "maxItems": MAX_TOKENS}
+    budget = {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_BUDGET}
+    fields = {"start": {"anyOf": [marker, NULL]}, "end": marker | {"minItems": 1}, "budget": budget}
+    return {"type": "object", "properties": fields, "required": ["end"], "additionalProperties": False}
+
+
+def _tag() -> Schema:
+    parts = {"begin": {"type": "string"}, "schema": {"type": "object"}, "end": {"type": "string"}}
+    structure = {"type": "object", "properties": parts, "required": [*parts]}
+    fields = {
+        "structures": {"type": "array", "items": structure, "minItems": 1},
+        "triggers": {"type": "array", "items": TEXT, "minItems": 1},
+    }
+    return {"type": "object", "properties": fields, "required": [*fields]}
+
+
+def _tools() -> Schema:
+    function = {
+        "name": TEXT | {"maxLength": MAX_NAME_CHARS},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    }
+    fields = {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": function, "required": ["name"]},
+    }
+    tool = {"type": "object", "properties": fields, "required": [*fields]}
+    return {"anyOf": [{"type": "array", "items": tool, "maxItems": MAX_TOOLS}, NULL]}
+
+
+def _choice() -> Schema:
+    """Of a tool. That there are tools, and the one that is named among them, stays with the server."""
+    named = {"type": "object", "properties": {"name": TEXT}, "required": ["name"]}
+    one = {"type": {"const": "function"}, "function": named}
+    function = {"type": "object", "properties": one, "required": [*one]}
+    each = {"type": "object", "properties": {"function": named}, "required": ["function"]}
+    among = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": each, "minItems": 1}}
+    some = {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {"type": "object", "properties": among, "required": [*among]},
+    }
+    return {
+        "anyOf": [{"enum": [None, *CHOICES]}, function, {"type": "object", "properties": some, "required": [*some]}]
+    }
 
 
 def _messages() -> Schema:

@@ -31,7 +31,8 @@ from penstock.service.batch_runner import Answer
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
-OPEN_ROUTES = {"/health", "/ready", "/metrics", "/version"}  # need no key
+OPEN_ROUTES = {"/", "/docs", "/health", "/ready", "/metrics", "/version"}  # need no key
+PAGE_FILES = "/page/"  # neither does what is below it
 WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
 MAX_REQUEST_ID_CHARS = 128
 MAX_LISTED_FIELDS = 32
@@ -51,6 +52,9 @@ class Route(routing.Route):
         errors: how it says them.
         refusals: statuses that only it answers with, and when.
         form: the schema of the form that it takes in pieces, however long that takes, instead of a body.
+
+    Attributes:
+        allowed: methods of its path, those of other routes included.
     """
 
     def __init__(
@@ -64,8 +68,9 @@ class Route(routing.Route):
         form: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
-        self.methods = self._allowed
+        self.method = method
+        self.methods: set[str] = {method, "HEAD"} if method == "GET" else {method}
+        self.allowed = self.methods
         self.body = body
         self.errors = errors
         self.refusals = refusals
@@ -73,8 +78,8 @@ class Route(routing.Route):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
-        if scope["method"] not in self._allowed:
-            allowed = ", ".join(sorted(self._allowed))
+        if scope["method"] not in self.methods:
+            allowed = ", ".join(sorted(self.allowed))
             message = f"{scope['path']}: {scope['method']}, allowed is {allowed}"
             raise HTTPException(405, message, {"allow": allowed})
         scope["state"]["in_pieces"] = self.form is not None
@@ -103,6 +108,8 @@ class Application:
         tracing: Tracing | None,
         root_path: str = "",
     ) -> None:
+        for route in routes:
+            route.allowed = set().union(*(each.methods for each in routes if each.path == route.path))
         self.routes = routes
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
         self._frontend = frontend
@@ -209,9 +216,11 @@ class Application:
 
     def _tenant_of(self, path: str, headers: Headers) -> str:
         """Who sends it, by its key. Raises Unauthorized when it has none of the keys."""
-        if not self._tenants or path in OPEN_ROUTES:
+        if not self._tenants or path in OPEN_ROUTES or path.startswith(PAGE_FILES):
             return ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # as Anthropic's clients send it
+            scheme, given = "bearer", headers["x-api-key"]
         key = given.strip().encode("latin-1")
         found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(key, known)]
         if scheme.lower() != "bearer" or not found:

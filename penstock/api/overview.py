@@ -1,20 +1,26 @@
-"""GET /overview, /explain/{request}: for operators, of all requests, so with an API key."""
+"""GET /overview, /overview/stream, /explain/{request}: for operators, of all requests, so with an API key."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Send
 
-from penstock.api.http import Route, json_response
+from penstock.api.http import Route, UntilDisconnect, json_response
+from penstock.api.sse import EVENT_STREAM
+from penstock.core.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 APART = "requests of several API keys are kept apart, and this is about all: read the file of the flight recorder"
+INTERVAL = 1.0  # seconds between two looks
 REFUSALS = {403: "requests of several API keys are kept apart", 404: "the master does not remember such a request"}
 
 
@@ -27,11 +33,7 @@ def routes(frontend: Frontend, *, tenants_apart: bool) -> list[Route]:
     async def overview(request: Request) -> Response:
         """What `penstock top` shows: instances, queues and the latest decisions as the master sees them, attainment and
         throughput of this frontend."""
-        content = await frontend.overview()
-        if tenants_apart:
-            for told in (*content["master"]["decisions"], *content["master"]["relocations"]):
-                told["request_id"] = None
-        return json_response(content)
+        return json_response(await _look(frontend, tenants_apart))
 
     async def explain(request: Request) -> Response:
         """Why a request ran where it did, as far as the master remembers: what `penstock explain` shows."""
@@ -47,3 +49,56 @@ def routes(frontend: Frontend, *, tenants_apart: bool) -> list[Route]:
         Route("GET", "/overview", overview),
         Route("GET", "/explain/{request:path}", explain, refusals=REFUSALS),
     ]
+
+
+def stream_route(frontend: Frontend, *, tenants_apart: bool) -> Route:
+    """/overview/stream, which has no end."""
+    looks = _Looks(lambda: _look(frontend, tenants_apart))
+
+    async def overview_stream(request: Request) -> ASGIApp:
+        """The overview again and again, as server-sent events: once a second, however many watch. An event `trouble`
+        says why there is nothing to be seen now."""
+
+        async def show(send: Send) -> None:
+            event = await looks.now()
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+            while not frontend.draining:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                event = await looks.next()
+            await send({"type": "http.response.body", "body": b""})
+
+        return UntilDisconnect(show)
+
+    return Route("GET", "/overview/stream", overview_stream)
+
+
+async def _look(frontend: Frontend, tenants_apart: bool) -> dict[str, Any]:
+    content = await frontend.overview()
+    if tenants_apart:
+        for told in (*content["master"]["decisions"], *content["master"]["relocations"]):
+            told["request_id"] = None
+    return content
+
+
+class _Looks:
+    """One look after another, as events; all that wait for the next one get the same."""
+
+    def __init__(self, look: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._look = look
+        self._coming: asyncio.Task[bytes] | None = None
+
+    async def now(self) -> bytes:
+        try:
+            return b"data: " + msgspec.json.encode(await self._look()) + b"\n\n"
+        except PenstockError as error:
+            return b"event: trouble\ndata: " + msgspec.json.encode({"message": str(error)}) + b"\n\n"
+
+    async def next(self) -> bytes:
+        if self._coming is None:
+            self._coming = asyncio.create_task(self._later())
+        return await asyncio.shield(self._coming)
+
+    async def _later(self) -> bytes:
+        await asyncio.sleep(INTERVAL)
+        self._coming = None
+        return await self.now()

@@ -10,19 +10,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.api import structured
+from penstock.api.tools import ToolUse, tool_use
 from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.intake import check_salt
 
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+# of which all bodies may speak
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "thinking")
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048  # to embed, as OpenAI allows
 MAX_BIAS_DIGITS = 10
@@ -32,22 +34,23 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
 
 
-def _whole(value: object) -> object:
+def whole_number(value: object) -> object:
     """1.0 as 1: JSON knows no difference, and some languages' encoders write it so."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole_numbers(values: Any) -> Any:
     """The same for each in a list, in which there is hardly ever one."""
-    return [*map(_whole, values)] if isinstance(values, list) and float in set(map(type, values)) else values
+    return [*map(whole_number, values)] if isinstance(values, list) and float in set(map(type, values)) else values
 
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(_whole)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(whole_number)]
 Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], Field(fail_fast=True), BeforeValidator(_whole_numbers)
 ]
+Names = Callable[[InvalidRequest], InvalidRequest]
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 # Known fields that are not served yet -> the values that would change nothing (null never does).
@@ -131,6 +134,7 @@ class Body(BaseModel):
     model: str | None = None
     _size: int = PrivateAttr(0)
     _tenant: str = PrivateAttr("")
+    _names: Names | None = PrivateAttr(None)
 
     @property
     def size(self) -> int:
@@ -143,6 +147,29 @@ class Body(BaseModel):
             tenant: whose cached prefixes and conversations are its own; all of one length. "" shares them.
         """
         self._tenant = tenant
+
+    @classmethod
+    def made(cls, fields: Mapping[str, Any], of: Body, names: Names) -> Self:
+        """One that stands for another that came. Raises `InvalidRequest` or `UnsupportedField`.
+
+        Args:
+            fields: those that are None are left out.
+            names: makes of an error by the names of these one by those that came.
+        """
+        try:
+            body = cls.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:
+            raise names(_explained(error.errors(include_url=False)[0])) from None
+        body._size, body._tenant, body._names = of._size, of._tenant, names
+        try:
+            body.check()
+        except InvalidRequest as error:
+            raise names(error) from None
+        return body
+
+    def as_came(self, error: InvalidRequest) -> InvalidRequest:
+        """An error by the names of the fields that came."""
+        return error if self._names is None else self._names(error)
 
     def check(self) -> None:
         """What types cannot say. Raises `InvalidRequest` naming the field."""
@@ -228,7 +255,7 @@ class GenerationBody(ServedBody):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     n: Int32 | None = None
-    seed: Annotated[int, BeforeValidator(_whole)] | None = None
+    seed: Annotated[int, BeforeValidator(whole_number)] | None = None
     max_tokens: Int32 | None = None
     temperature: float | None = None
     top_k: Int32 | None = None
@@ -306,13 +333,41 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_whole)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(_whole)] | None = None
+    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: Prediction | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, SkipValidation] = None  # `tool_use` says more
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
+    _tool_use: ToolUse | None = PrivateAttr(None)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What is to be called; None is nothing."""
+        return self._tool_use
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """-1 is none, too."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template. Those that templates know for how much the model is to think are set by
+        `reasoning_effort`, unless they are given."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        said: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            said |= {"enable_thinking": False, "thinking": False}
+        return said | (self.chat_template_kwargs or {})
 
     @property
     def opens_turn(self) -> bool:
@@ -324,10 +379,18 @@ class ChatBody(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def wishes(self) -> dict[str, Any]:
-        return super().wishes() | {
+        wishes = super().wishes() | {
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             "max_tokens": self.asked_tokens,
         }
+        if self._tool_use is not None and self._tool_use.form is not None:
+            wishes["structured_outputs"] = self._tool_use.form  # then there is no content
+        return wishes
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        if self._tool_use is not None and self._tool_use.choice == "required":
+            return self._tool_use.renamed(error)
+        return super().named(error)
 
     def check(self) -> None:
         super().check()
@@ -337,12 +400,12 @@ class ChatBody(GenerationBody):
         if self.prediction is not None:
             _ = self.prediction.text
         check_messages(self.messages)
-
-    def undeclared(self) -> dict[str, Any]:
-        given = super().undeclared()
-        if given.get("tool_choice") == "none":  # so that nothing is to be called
-            given = {name: value for name, value in given.items() if name not in ("tools", "parallel_tool_calls")}
-        return given
+        if self.tools is not None or self.tool_choice is not None:
+            self._tool_use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self._tool_use is not None and self._tool_use.choice == "required" and self.structured_outputs is not None:
+            raise InvalidRequest(
+                "structured_outputs: given, allowed only without a tool_choice that forces a call", "structured_outputs"
+            )
 
 
 class CompletionBody(GenerationBody):
@@ -352,10 +415,11 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_whole)] | None = (
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = (
         None  # vLLM, too, gives all of them to chats only
     )
     add_special_tokens: bool = True
+    thinking: dict[str, Any] | None = None
 
     @property
     def only_echoes(self) -> bool:
@@ -363,7 +427,7 @@ class CompletionBody(GenerationBody):
         return bool(self.echo) and self.max_tokens == 0
 
     def wishes(self) -> dict[str, Any]:
-        wishes = super().wishes()
+        wishes = super().wishes() | {"thinking": self.thinking}
         if self.only_echoes:
             wishes["max_tokens"] = 1  # an engine always samples one; it is dropped
         if self.echo and self.prompt_logprobs is None:
@@ -452,6 +516,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @property
@@ -464,6 +529,8 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
         check_messages(self.messages or [])
+        if self.tools is not None:
+            tool_use(self.tools, None, None)
 
 
 class DetokenizeBody(Body):

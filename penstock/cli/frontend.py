@@ -61,7 +61,8 @@ async def serve(settings: dict[str, Any], options: ServerOptions, began: float) 
     link = socket.socket(fileno=sys.stdin.fileno())
     name, curve = settings["name"], curve_of(settings)
     master = "" if settings["registry"] else settings["master"]
-    site = make_site(options, listener, name, began, master, link=link, curve=curve)
+    responses = Path(settings["heartbeat"]).parent / "responses"  # of all frontends here
+    site = make_site(options, listener, name, began, master, link=link, curve=curve, kept_responses=responses)
     watches = [watch_parent(settings["parent"], site), keep_beating(Path(settings["heartbeat"]))]
     if settings["registry"]:
         watches.append(follow_master(settings["registry"], site))

@@ -68,6 +68,9 @@ class ServerOptions:
     allow_credentials: bool
     root_path: str
     chat_template: str | None
+    tool_call_parser: str
+    enable_auto_tool_choice: bool
+    reasoning_parser: str | None
     pooling: Literal["auto", "last", "mean"]
     max_queued_requests: int
     max_queued_tokens: int | None
@@ -218,6 +221,7 @@ def make_site(
     flight_recorder: str | None = None,
     link: socket.socket | None = None,
     curve: Curve | None = None,
+    kept_responses: Path | None = None,
 ) -> Site:
     """
     Args:
@@ -227,6 +231,7 @@ def make_site(
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
         curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
+        kept_responses: see `create_app`.
     """
     from penstock.api.app import create_app
     from penstock.core.clock import SystemClock
@@ -275,6 +280,7 @@ def make_site(
         root_path=options.root_path,
         batch_store=store,
         max_file_bytes=options.max_file_size,
+        kept_responses=kept_responses,
     )
     runner = None if store is None else BatchRunner(store, frontend, app.ask, name, options.max_body_size)
     reloaded = _reloaded_keys(app, options)
@@ -289,10 +295,11 @@ def make_site(
 def _make_frontend(
     options: ServerOptions, name: str, engine_client: EngineClient, metrics: Metrics, clock: Clock
 ) -> Frontend:
-    from penstock.service.checkpoint import read_defaults
+    from penstock.service.checkpoint import model_type, read_defaults
     from penstock.service.embedding import read_embedding
     from penstock.service.frontend import Frontend
     from penstock.service.request_recorder import RequestRecorder
+    from penstock.text.dialect import make_dialect
     from penstock.text.tokenizer import Tokenizer
 
     recorder = None
@@ -313,6 +320,13 @@ def _make_frontend(
         options.max_queued_tokens,
         read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
         recorder,
+        make_dialect(
+            tokenizer,
+            model_type(options.directory),
+            options.tool_call_parser,
+            options.enable_auto_tool_choice,
+            options.reasoning_parser,
+        ),
     )
 
 

@@ -54,6 +54,7 @@ PREDICTION = (  # too early, and too late
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 OUTPUTS = (1, 2, 5, 10, 20)
 ATTAINMENT_OVER = 1000  # requests
+LATENCY_OVER = 500  # requests that percentiles for people are of
 MANY = 1024  # pending observations
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -381,6 +382,8 @@ class _ServiceClass:
     attainment: Gauge
     kept: int = 0  # of the last `judged`
     _verdicts: deque[bool] = field(default_factory=lambda: deque(maxlen=ATTAINMENT_OVER))
+    _ttft: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCY_OVER))
+    _tpot: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCY_OVER))
 
     @property
     def judged(self) -> int:
@@ -396,6 +399,13 @@ class _ServiceClass:
             self._verdicts.append(record.slo_met)
             self.kept += record.slo_met
             self.attainment.set(self.kept / len(self._verdicts))
+        if record.ttft is not None:
+            self._ttft.append(record.ttft)
+        if record.tpot is not None:
+            self._tpot.append(record.tpot)
+
+    def latency(self) -> dict[str, Any]:
+        return {"requests": len(self._ttft), "ttft_ms": _percentiles(self._ttft), "tpot_ms": _percentiles(self._tpot)}
 
 
 class _Generated(Collector):
@@ -574,6 +584,11 @@ class Metrics:
         """Of each service class: how many of the last requests with targets there are, and that kept them."""
         self._count()
         return {name: {"requests": served.judged, "kept": served.kept} for name, served in self._classes.items()}
+
+    def latency(self) -> dict[str, dict[str, Any]]:
+        """Of each service class: percentiles of the last requests, in ms."""
+        self._count()
+        return {name: served.latency() for name, served in self._classes.items()}
 
     def prefixes(self) -> dict[str, Any]:
         """Prompt tokens that engines have looked up, and those that were found, by where: a tier, or "peer"."""
@@ -776,6 +791,14 @@ class _AsVllm(Collector):
                 renamed = Family(_in_vllm(family.name), family.documentation, family.type, family.unit)
                 renamed.samples = [Sample(_in_vllm(s.name), *s[1:]) for s in family.samples]
                 yield renamed
+
+
+def _percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
+    """In ms; None of nothing."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return None
+    return {f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 95)}
 
 
 def _in_vllm(name: str) -> str:

@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -57,7 +58,7 @@ PATIENCE = 5.0  # seconds without progress
 AT_ONCE = 32  # connections over which weights are given; more are sent to other sources
 # From one source: while what has come over one is digested, or decrypted, the link is the other's.
 CONNECTIONS = 2
-HELD = 256 << 10  # bytes that have come; their digest, and their copy, are made while a core's cache has them
+HELD = 1 << 20  # bytes that have come; their digest, and their copy, are made while a core's cache has them
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 Link = socket.socket | ssl.SSLSocket
@@ -385,12 +386,13 @@ class Landing:
     def _take(self, link: Link, weights: Weights, asked: SendFrom) -> None:
         """Raises Unavailable, EOFError, OSError."""
         _say(link, asked)
+        flags = _waits_for_all(link)
         buffer = memoryview(bytearray(HELD))
         for number, (start, stop) in enumerate(_spans(weights, asked.first, asked.step)):
             digest, at = xxh3_64(), start
             while at < stop:
                 part = buffer[: stop - at]
-                _fill(link, part)
+                _fill(link, part, flags)
                 digest.update(part)
                 while part:  # cheaper than to map new pages, and have them cleared
                     written = os.pwrite(self.fd, part, at)
@@ -485,10 +487,24 @@ def _body(link: Link) -> bytearray:
     return body
 
 
-def _fill(link: Link, view: memoryview) -> None:
+def _waits_for_all(link: Link) -> int:
+    """Have the kernel wait until all has come that is asked for: fewer turns of this process, a fifth of its time.
+    Returns the flags to read with."""
+    if isinstance(link, ssl.SSLSocket):
+        return 0
+    link.settimeout(None)  # with one Python takes what there is
+    seconds, micros = divmod(round(PATIENCE * 1e6), 10**6)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, micros))
+    return socket.MSG_WAITALL
+
+
+def _fill(link: Link, view: memoryview, flags: int = 0) -> None:
     done = 0
     while done < len(view):
-        count = link.recv_into(view[done:])
+        try:
+            count = link.recv_into(view[done:], 0, flags)
+        except BlockingIOError:
+            raise TimeoutError("timed out") from None
         if not count:
             raise EOFError("it hung up")
         done += count

@@ -208,9 +208,9 @@ async def test_without_a_good_key_only_the_operators_routes_are_open(
 ) -> None:
     headers = {} if header is None else {b"authorization": header.encode("latin-1")}
     async with make_client(api_keys=("key-1", "key-2")) as client:
-        for path in ("/health", "/ready", "/metrics", "/version"):
+        for path in ("/", "/docs", "/page/main.js", "/health", "/ready", "/metrics", "/version"):
             assert (await client.get(path, headers=headers)).status_code == 200
-        for path in ("/v1/models", "/v1/nothing", "/docs"):
+        for path in ("/v1/models", "/v1/nothing", "/overview", "/openapi.json"):
             response = await client.get(path, headers=headers)
             assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
         response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)

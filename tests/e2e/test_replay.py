@@ -18,6 +18,7 @@ KINDS = {  # request -> its fields; none has a seed but the last
     "several": {"prompt": ["class A", "import os"], "temperature": 1.0, "logprobs": 2, "max_tokens": 8},
     "searched": {"use_beam_search": True, "n": 3, "max_tokens": 8, "length_penalty": 0.5},
     "formed": {"structured_outputs": {"regex": "[a-f]{5,30}"}, "temperature": 2.0},
+    "thinking": {"thinking": {"end": [9, 7], "budget": 5}, "structured_outputs": {"regex": "[a-f]{5,30}"}},
     "scored": {"echo": True, "max_tokens": 0, "logprobs": 1},
     "flexible": {"service_tier": "flex", "seed": -5, "temperature": 0.9},
 }

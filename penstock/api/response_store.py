@@ -1,0 +1,97 @@
+"""Answers of /v1/responses that later requests go on from: in SQLite, which the frontends of a host share."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+MAX_BYTES = 256 << 20
+MAX_AGE = 30 * 24 * 3600.0  # seconds, as OpenAI keeps them
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS response (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL, size INTEGER NOT NULL, response BLOB NOT NULL,
+    messages BLOB NOT NULL, PRIMARY KEY (tenant, id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_age ON response (at);
+"""
+
+
+class Kept(NamedTuple):
+    """
+    Attributes:
+        response: as it was answered, JSON.
+        messages: of the conversation up to it, its own included.
+    """
+
+    response: bytes
+    messages: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """The oldest go when there are more than so many bytes.
+
+    Args:
+        file: None keeps them in this process's memory.
+    """
+
+    def __init__(self, file: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._base = sqlite3.connect(file or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
+        for pragma in ("journal_mode=WAL", "synchronous=OFF"):  # what is lost in a crash of the machine may be
+            self._base.execute(f"PRAGMA {pragma}")
+        self._base.executescript(SCHEMA)
+
+    def put(self, tenant: str, name: str, response: bytes, messages: list[dict[str, Any]]) -> None:
+        """Nothing that is larger than all of it is kept."""
+        packed = msgspec.msgpack.encode(messages)
+        size = len(response) + len(packed)
+        if size > self._max_bytes:
+            return
+        with self._change() as base:
+            row = (tenant, name, time.time(), size, response, packed)
+            base.execute("INSERT OR REPLACE INTO response VALUES (?, ?, ?, ?, ?, ?)", row)
+            base.execute("DELETE FROM response WHERE at < ?", (time.time() - MAX_AGE,))
+            beyond = self.bytes - self._max_bytes
+            oldest = "SELECT tenant, id, size FROM response ORDER BY at"
+            for tenant_, name_, size_ in base.execute(oldest).fetchall() if beyond > 0 else ():
+                base.execute("DELETE FROM response WHERE tenant = ? AND id = ?", (tenant_, name_))
+                beyond -= size_
+                if beyond <= 0:
+                    break
+
+    def get(self, tenant: str, name: str) -> Kept | None:
+        with self._lock:
+            query = "SELECT response, messages FROM response WHERE tenant = ? AND id = ? AND at >= ?"
+            row = self._base.execute(query, (tenant, name, time.time() - MAX_AGE)).fetchone()
+        return None if row is None else Kept(row[0], msgspec.msgpack.decode(row[1]))
+
+    def delete(self, tenant: str, name: str) -> bool:
+        """Whether there was one."""
+        with self._change() as base:
+            return base.execute("DELETE FROM response WHERE tenant = ? AND id = ?", (tenant, name)).rowcount > 0
+
+    @property
+    def bytes(self) -> int:
+        return int(self._base.execute("SELECT COALESCE(SUM(size), 0) FROM response").fetchone()[0])
+
+    def close(self) -> None:
+        self._base.close()
+
+    @contextlib.contextmanager
+    def _change(self) -> Any:
+        with self._lock:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+            except BaseException:
+                self._base.execute("ROLLBACK")
+                raise
+            self._base.execute("COMMIT")

@@ -1,0 +1,285 @@
+"""POST /v1/responses: OpenAI's later API, over chats. Answers are kept for a while, so that later requests go on from
+them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SkipValidation
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.api.http import Route, UntilDisconnect, json_response, read_body
+from penstock.api.message import Fields
+from penstock.api.response_shape import ResponseShape
+from penstock.api.response_store import ResponseStore
+from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
+from penstock.api.turn import answer
+from penstock.core.errors import InvalidRequest, UnsupportedField
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
+Item = dict[str, Any]
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
+TEXTS = ("input_text", "output_text", "text")  # kinds of a message's parts
+RENAMED = {  # fields of a chat -> of a response
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+SAME: tuple[str, ...] = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "ignore_eos", "min_tokens", "logit_bias", "skip_special_tokens", "structured_outputs"),
+    *("priority", "slo", "service_tier", "cache_salt", "prompt_cache_key", "user", "metadata"),
+    *("chat_template_kwargs", "parallel_tool_calls", "stream"),
+)
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses"""
+
+    input: Annotated[str | list[dict[str, Any]], SkipValidation]  # `messages_of` says more
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    background: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    seed: Annotated[int, BeforeValidator(whole_number)] | None = None
+    stop: Strings | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int32 | None = None
+    logit_bias: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: Int32 | None = None
+    slo: dict[str, Any] | None = None
+    service_tier: str | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, SkipValidation] = None  # `tools.tool_use` says more
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: Int32 | None = None
+    include: list[str] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def check(self) -> None:
+        if self.background:
+            raise UnsupportedField("background: true is not supported: /v1/batches is for what may wait", "background")
+        if self.truncation == "auto":
+            raise UnsupportedField("truncation: 'auto' is not supported, allowed is 'disabled'", "truncation")
+
+    def chat(self, before: list[Fields]) -> ChatBody:
+        """The chat that it is. Raises InvalidRequest or UnsupportedField, by the names of the fields that came.
+
+        Args:
+            before: the conversation up to here.
+        """
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        new, places = messages_of(self.input)
+        if not new and not before:
+            raise InvalidRequest("input: only reasoning, at least one message is needed", "input")
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *before, *new],
+            "max_tokens": self.max_output_tokens,
+            "response_format": _format(self.text),
+            "tools": _tools(self.tools),
+            "tool_choice": _choice(self.tool_choice),
+            "reasoning_effort": _effort(self.reasoning),
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            **{name: getattr(self, name) for name in SAME},
+        }
+        return ChatBody.made(fields, self, partial(_renamed, len(system) + len(before), places))
+
+
+def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
+    async def responses(request: Request) -> UntilDisconnect:
+        body = await read_body(request, ResponsesBody)
+        tenant = request.state.tenant
+        before: list[Fields] = []
+        if body.previous_response_id is not None:
+            kept = store.get(tenant, body.previous_response_id)
+            if kept is None:
+                raise _gone(body.previous_response_id, "previous_response_id")
+            before = kept.messages
+        chat = body.chat(before)
+        level = service_level(chat, request.headers)
+        conversation = [*before, *messages_of(body.input)[0]]
+        shape = partial(ResponseShape, body, conversation, store if body.store is not False else None, tenant)
+        return UntilDisconnect(partial(answer, frontend, chat, level, request.state.request_id, shape))
+
+    async def get_response(request: Request) -> Response:
+        """An answer that is still kept."""
+        name = request.path_params["response"]
+        if (kept := store.get(request.state.tenant, name)) is None:
+            raise _gone(name)
+        return Response(kept.response, media_type="application/json")
+
+    async def delete_response(request: Request) -> Response:
+        """Keep it no longer."""
+        name = request.path_params["response"]
+        if not store.delete(request.state.tenant, name):
+            raise _gone(name)
+        return json_response({"id": name, "object": "response.deleted", "deleted": True})
+
+    refusals = {404: "no such response is kept"}
+    return [
+        Route("POST", "/v1/responses", responses, ResponsesBody, refusals=refusals),
+        Route("GET", "/v1/responses/{response}", get_response, refusals=refusals),
+        Route("DELETE", "/v1/responses/{response}", delete_response, refusals=refusals),
+    ]
+
+
+def _gone(name: str, field: str = "") -> HTTPException:
+    where = f"{field}: " if field else ""
+    return HTTPException(
+        404, f"{where}{SHORT.repr(name)} is not kept: it never was, with store: false, or it was long ago"
+    )
+
+
+def _renamed(first: int, places: list[int], error: InvalidRequest) -> InvalidRequest:
+    """A chat's error by the names of a response's fields.
+
+    Args:
+        first: message of the chat that is from `input`.
+        places: of each of these, which item it is from.
+    """
+    old = error.field or ""
+    new = RENAMED.get(old, old).replace(".function", "")
+    if old.startswith("messages["):
+        number, _, rest = old.removeprefix("messages[").partition("]")
+        at = int(number) - first
+        new = f"input[{places[at]}]{rest}" if 0 <= at < len(places) else "input"
+    return type(error)(str(error).replace(old, new, 1), new) if new != old else error
+
+
+# --- a response's fields as a chat's
+
+
+def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
+    """The chat's messages, and of each which item it begins with."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}], [0]
+    if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
+        raise _wrong("input", given, "a string, or a list of at least one item, each an object")
+    made: list[Fields] = []
+    places: list[int] = []
+    thought = ""
+    for i, item in enumerate(given):
+        where, kind = f"input[{i}]", item.get("type", "message")
+        if kind == "reasoning":
+            thought += "".join(_string(part, "text", where) for part in item.get("content") or ())
+            continue
+        if kind == "message":
+            message = {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+        elif kind == "function_call":
+            function = {name: _string(item, name, where) for name in ("name", "arguments")}
+            call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+            if made and made[-1]["role"] == "assistant" and not thought:
+                made[-1].setdefault("tool_calls", []).append(call)
+                continue
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), f"{where}.output")
+            message = {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}
+        else:
+            allowed = "'message', 'reasoning', 'function_call' and 'function_call_output'"
+            raise UnsupportedField(f"{where}.type: {SHORT.repr(kind)} is not supported, allowed are {allowed}", where)
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"], thought = thought, ""
+        made.append(message)
+        places.append(i)
+    return made, places
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, content, "a string, or a list of parts")
+    texts = []
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
+            texts.append(_string(part, "refusal", f"{where}[{j}]"))
+        elif kind in TEXTS:
+            texts.append(_string(part, "text", f"{where}[{j}]"))
+        else:
+            raise UnsupportedField(
+                f"{where}[{j}].type: {SHORT.repr(kind)} is not supported, allowed are {', '.join(TEXTS)}", where
+            )
+    return "\n".join(texts)
+
+
+def _tools(given: list[Item] | None) -> list[Item] | None:
+    """Chats have what a function is one level deeper."""
+    made = []
+    for i, tool in enumerate(given or []):
+        if (kind := tool.get("type")) != "function":
+            raise UnsupportedField(f"tools[{i}].type: {SHORT.repr(kind)}, allowed is 'function'", f"tools[{i}].type")
+        function = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        made.append({"type": "function", "function": function})
+    return made or None
+
+
+def _choice(given: str | Item | None) -> str | Item | None:
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if given.get("type") == "allowed_tools":
+        some = given.get("tools")
+        named = [_choice(each) for each in some] if isinstance(some, list) else some
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": named}}
+    return given
+
+
+def _format(text: Item | None) -> Item | None:
+    given = (text or {}).get("format")
+    if given is None:
+        return None
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {key: value for key, value in given.items() if key != "type"}}
+    if kind not in ("text", "json_object"):
+        raise _wrong("text.format", given, "an object of type 'text', 'json_object' or 'json_schema'")
+    return {"type": kind}
+
+
+def _effort(reasoning: Item | None) -> Any:
+    return (reasoning or {}).get("effort")
+
+
+def _string(part: Any, name: str, where: str) -> str:
+    value = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{name}", value, "a string")
+    return value
+
+
+def _wrong(field: str, value: object, allowed: str) -> InvalidRequest:
+    problem = "missing, it is required" if value is None else f"{SHORT.repr(value)}, allowed is {allowed}"
+    return InvalidRequest(f"{field}: {problem}", field)

@@ -1,0 +1,127 @@
+"""vLLM's own tests of its OpenAI server, as they come from PyPI, run against ours with the demo model.
+
+    python tools/vllm_tests.py [--group GROUP] [--json FILE] [-- PYTEST ARGUMENTS]
+
+Those count that speak to a server over HTTP; what tests vLLM's classes is left out, and so is what needs an adapter, an
+image or a model's knowledge (`INAPPLICABLE` says which, and why). Needs penstock[dev] and pytest-asyncio, openai,
+anthropic, jsonschema, regex. Nothing of theirs is kept but in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+INDEX = "https://pypi.org/pypi/vllm/{version}/json"
+HERE = Path(__file__).parent
+FILES = {  # group -> files below tests/entrypoints/, each in the first group that has it
+    "tools": ("openai/chat_completion/*function_calling*", "openai/test_tool*"),
+    "chat": ("openai/chat_completion/test_*",),
+    "completion": ("openai/completion/test_*", "openai/models/test_*", "openai/test_*"),
+    "responses": ("openai/responses/test_*",),
+    "basic": ("serve/instrumentator/test_basic.py",),
+    "metrics": ("serve/instrumentator/test_metrics.py",),
+    "tokenization": ("serve/tokenize/test_*",),
+    "embeddings": ("pooling/embed/test_online*",),
+    "messages": ("anthropic/test_*",),
+}
+INAPPLICABLE = {  # part of a test's id -> why
+    "lora": "adapters are not served",
+    "multimodal": "the demo model sees nothing",
+    "beam": "there is no beam search",
+    "prompt_embeds": "prompts are text or tokens",
+}
+
+
+class Outcome(msgspec.Struct):
+    """Of one test, as `vllm_tests_plugin.py` tells it."""
+
+    id: str
+    outcome: str
+    why: str = ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", default="0.33.0")
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "penstock" / "vllm-tests")
+    parser.add_argument("--group", action="append", choices=FILES, help="these alone")
+    parser.add_argument("--json", type=Path, help="write every outcome there")
+    parser.add_argument("rest", nargs="*", help="arguments for pytest")
+    options = parser.parse_args()
+    root = fetch(options.version, options.folder)
+    wanted = options.group or FILES
+    told = {name: run(root, files, options.rest) for name, files in groups(root).items() if name in wanted}
+    show(told)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    return 0
+
+
+def fetch(version: str, folder: Path) -> Path:
+    """The folder with `tests/` of that version in it."""
+    root = folder / f"vllm-{version}"
+    if not (root / "tests" / "entrypoints").is_dir():
+        with urllib.request.urlopen(INDEX.format(version=version)) as answer:
+            files = json.load(answer)["urls"]
+        url = next(file["url"] for file in files if file["packagetype"] == "sdist")
+        with urllib.request.urlopen(url) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as archive:
+            wanted = [
+                each for each in archive.getmembers() if re.match(r"[^/]+/tests/(entrypoints|__init__)", each.name)
+            ]
+            archive.extractall(folder, wanted, filter="data")
+    (root / "tests" / "__init__.py").touch()
+    return root
+
+
+def groups(root: Path) -> dict[str, list[Path]]:
+    base, found, taken = root / "tests" / "entrypoints", {}, set()
+    for name, patterns in FILES.items():
+        found[name] = sorted({path for pattern in patterns for path in base.glob(pattern)} - taken)
+        taken |= set(found[name])
+    return found
+
+
+def run(root: Path, files: list[Path], more: list[str]) -> list[Outcome]:
+    told = root / "outcomes.jsonl"
+    told.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-p", "vllm_tests_plugin", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    command += ["--rootdir", str(root), "-o", "asyncio_mode=auto", "-q", "--no-header", "--tb=short"]
+    path = ":".join(str(each) for each in (HERE, HERE.parent, root))
+    environment = os.environ | {"PYTHONPATH": path, "VLLM_TESTS_OUTCOMES": str(told)}
+    subprocess.run([*command, *map(str, files), *more], env=environment, cwd=root, check=False)
+    decode = msgspec.json.Decoder(Outcome).decode
+    return [decode(line) for line in told.read_bytes().splitlines()] if told.exists() else []
+
+
+def show(told: dict[str, list[Outcome]]) -> None:
+    console = Console(width=120)
+    table = Table("group", "passed", "failed", "share", "left out", box=None)
+    failures = []
+    for group, outcomes in told.items():
+        counted = [each for each in outcomes if not any(part in each.id for part in INAPPLICABLE)]
+        passed = sum(each.outcome == "passed" for each in counted)
+        failed = [each for each in counted if each.outcome == "failed"]
+        failures += failed
+        share = f"{passed / (passed + len(failed)):.0%}" if passed + len(failed) else "-"
+        left_out = len(outcomes) - passed - len(failed)
+        table.add_row(group, str(passed), str(len(failed)), share, str(left_out))
+    console.print(table)
+    for each in failures:
+        console.print(f"{each.id}: {each.why}", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

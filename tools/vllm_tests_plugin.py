@@ -1,0 +1,205 @@
+"""What `vllm_tests.py` has pytest load: our server in the place of vLLM's, and stand-ins for the modules that the tests
+import from vLLM. A test that needs more of vLLM than a server is deselected."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import msgspec
+import pytest
+
+SERVED = {"server", "client", "async_client", "remote_server"}  # a test that asks for one of these speaks HTTP
+# what says how a GPU is used, or what our server has anyway; flags with a value are followed by it
+DROPPED = {"--enforce-eager": 0, "--dtype": 1, "--enable-lora": 0, "--lora-modules": 1, "--max-lora-rank": 1}
+DROPPED |= {"--max-cpu-loras": 1, "--gpu-memory-utilization": 1, "--seed": 1, "--runner": 1, "--load-format": 1}
+DROPPED |= {"--enable-chunked-prefill": 0, "--enable-prompt-tokens-details": 0, "--trust-remote-code": 0}
+DROPPED |= {"--enable-prefix-caching": 0, "--attention-backend": 1, "--tensor-parallel-size": 1, "--revision": 1}
+DROPPED |= {"--enable-server-load-tracking": 0, "--limit-mm-per-prompt": 1, "--logits-processors": 1}
+DROPPED |= {"--max-num-batched-tokens": 1, "--chat-template": 1, "--pooler-config": 1, "--structured-outputs-config": 1}
+RENAMED = {"--structured-outputs-config.backend": None}
+LENGTH = 8192  # of the demo model's sequences
+READY = 90.0  # seconds
+
+
+class RemoteOpenAIServer:
+    """`penstock serve demo` under the name of the model that a test wants."""
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(self, model: str, vllm_serve_args: Sequence[str], **options: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.host, self.port = "127.0.0.1", probe.getsockname()[1]
+        self.uds = None
+        arguments, names = _translated(list(vllm_serve_args))
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", str(self.port)]
+        command += ["--served-model-name", *(names or [model]), "--log-level", "warning", *arguments]
+        environment = os.environ | {key: str(value) for key, value in (options.get("env_dict") or {}).items()}
+        self._process = subprocess.Popen([*command, "--metrics-compat", "vllm"], env=environment)
+        ends = time.monotonic() + READY
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > ends:
+                self._process.kill()
+                raise RuntimeError(f"did not start: {command}")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url_for("ready"), timeout=1):
+                return True
+        except OSError:
+            return False
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    @property
+    def url_root(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join([self.url_root, *parts])
+
+    def get_client(self, **options: Any) -> Any:
+        import openai
+
+        options.setdefault("timeout", 600)
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client(self, **options: Any) -> Any:
+        import openai
+
+        options.setdefault("timeout", 600)
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+
+def _translated(given: list[str]) -> tuple[list[str], list[str]]:
+    """Our flags, and the names of the model."""
+    kept: list[str] = []
+    names: list[str] = []
+    while given:
+        flag, _, value = given.pop(0).partition("=")
+        if flag == "--served-model-name":
+            while given and not given[0].startswith("-"):
+                names.append(given.pop(0))
+        elif flag == "--max-model-len":
+            kept += [flag, str(min(int(value or given.pop(0)), LENGTH))]
+        elif flag in DROPPED:
+            if DROPPED[flag] and not value:
+                given.pop(0)
+        elif re.match(r"--(no-|show-hidden|structured-outputs|hf-|compilation|speculative|kv-|mm-|override)", flag):
+            if not value and given and not given[0].startswith("-"):
+                given.pop(0)
+        else:
+            kept.append(f"{flag}={value}" if value else flag)
+    return kept, names
+
+
+# --- what the tests import
+
+
+def _tokenizer(*_: object, **__: object) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(Path(str(importlib.util.find_spec("penstock").origin)).parent / "demo")
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = []  # type: ignore[attr-defined]
+    module.__getattr__ = lambda each: _absent(name, each)  # type: ignore[method-assign]
+    if name == "tests.utils":
+        module.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
+        module.ROCM_EXTRA_ARGS, module.ROCM_ENV_OVERRIDES = [], {}  # type: ignore[attr-defined]
+    elif name == "vllm.platforms":
+        never = SimpleNamespace(**{f"is_{kind}": lambda: False for kind in ("rocm", "cuda", "cpu", "xpu", "tpu")})
+        module.current_platform = never  # type: ignore[attr-defined]
+    elif name == "vllm.tokenizers":
+        module.get_tokenizer = _tokenizer  # type: ignore[attr-defined]
+    elif name == "vllm.version":
+        from penstock.api.app import _version
+
+        module.__version__ = _version()  # type: ignore[attr-defined]
+        module._prev_minor_version = lambda: "0"  # type: ignore[attr-defined]
+    elif name == "vllm":
+        module.version = _import("vllm.version")  # type: ignore[attr-defined]
+    return module
+
+
+def _absent(module: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=f"{module}.{name}")
+
+
+def _import(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    NAMES = re.compile(r"vllm(\..+)?|tests\.(utils|conftest|models(\..+)?)|msgspec_missing")
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if self.NAMES.fullmatch(fullname):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.insert(0, _StandIns())
+
+
+# --- which tests count
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    speak = [item for item in items if SERVED & set(getattr(item, "fixturenames", ()))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in speak])
+    items[:] = speak
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    report = (yield).get_result()  # type: ignore[misc]
+    told = report.when == "call" or report.outcome != "passed"
+    if told and report.when != "teardown":
+        why = str(call.excinfo.value).strip().partition("\n")[0][:300] if report.failed else ""
+        said = {"id": item.nodeid.partition("entrypoints/")[2], "outcome": report.outcome, "why": why}
+        with open(os.environ["VLLM_TESTS_OUTCOMES"], "ab") as file:
+            file.write(msgspec.json.encode(said) + b"\n")
