@@ -87,7 +87,9 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 def groups(root: Path) -> dict[str, list[Path]]:
-    base, found, taken = root / "tests" / "entrypoints", {}, set()
+    base = root / "tests" / "entrypoints"
+    found: dict[str, list[Path]] = {}
+    taken: set[Path] = set()
     for name, patterns in FILES.items():
         found[name] = sorted({path for pattern in patterns for path in base.glob(pattern)} - taken)
         taken |= set(found[name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import re
 import socket
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -132,12 +131,14 @@ def _translated(given: list[str]) -> tuple[list[str], list[str]]:
 def _tokenizer(*_: object, **__: object) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(Path(str(importlib.util.find_spec("penstock").origin)).parent / "demo")
+    import penstock
+
+    return AutoTokenizer.from_pretrained(Path(penstock.__file__).parent / "demo")
 
 
 def _module(name: str) -> ModuleType:
     module = ModuleType(name)
-    module.__path__ = []  # type: ignore[attr-defined]
+    module.__path__ = []
     module.__getattr__ = lambda each: _absent(name, each)  # type: ignore[method-assign]
     if name == "tests.utils":
         module.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
@@ -195,8 +196,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
-    report = (yield).get_result()  # type: ignore[misc]
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, None]:
+    report = (yield).get_result()
     told = report.when == "call" or report.outcome != "passed"
     if told and report.when != "teardown":
         why = str(call.excinfo.value).strip().partition("\n")[0][:300] if report.failed else ""
