@@ -1,23 +1,38 @@
-"""POST /v1/chat/completions"""
+"""POST /v1/chat/completions; and what is asked for by it, which is a turn of a chat in other APIs, too."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
+from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
+from penstock.api.message import MessageReader
 from penstock.api.openai import Envelope, usage_body
-from penstock.api.schema import ChatBody, service_level
-from penstock.api.turn import Turn, answer
+from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
+from penstock.api.sse import Shape, send_events, send_whole
+from penstock.api.structured import check_grammar
+from penstock.api.tools import ToolUse
+from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from penstock.core.sampling import SamplingParams
+from penstock.core.service_level import ServiceLevel
+from penstock.core.structured_outputs import StructuredOutputs
 from penstock.service.generation import Usage
+from penstock.service.intake import check_named, check_room, longest_whole, truncated
 from penstock.text.detokenizer import Delta
+from penstock.text.dialect import Dialect
+from penstock.text.reasoning import ReasoningParser
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+
+PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
 
 
 def routes(frontend: Frontend) -> list[Route]:
@@ -28,6 +43,176 @@ def routes(frontend: Frontend) -> list[Route]:
         return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, make))
 
     return [Route("POST", "/v1/chat/completions", chat_completions, ChatBody)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """
+    Attributes:
+        prompt: token ids.
+        prediction: of the answer, as tokens.
+        readers: one for each output; none where an output's text is the message's content as it stands.
+        shown: special tokens that the readers have to see.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    prediction: list[int]
+    readers: list[MessageReader]
+    shown: frozenset[int]
+
+
+class MakeShape(Protocol):
+    """How an API presents the turn."""
+
+    def __call__(self, frontend: Frontend, model: str, request_id: str, turn: Turn) -> Shape: ...
+
+
+async def answer(
+    frontend: Frontend, body: ChatBody, level: ServiceLevel, request_id: str, make: MakeShape, send: Send
+) -> None:
+    """Generate the turn, and send it. Raises what `turn_of` raises."""
+    arrival = frontend.clock.now()
+    model = frontend.served_model(body.model)
+    frontend.check_ready()
+    try:
+        turn = await turn_of(frontend, body)
+    except InvalidRequest as error:
+        raise body.as_came(error) from None
+    with frontend.submit(
+        [turn.prompt],
+        turn.params,
+        request_id=request_id,
+        model=model,
+        level=level,
+        arrival=arrival,
+        cache_salt=body.prefix_salt,
+        prediction=turn.prediction,
+        shown=turn.shown,
+    ) as generation:
+        shape = make(frontend, model, request_id, turn)
+        if body.stream:
+            await send_events(send, generation, shape, request_id)
+        else:
+            await send_whole(send, generation, shape)
+
+
+async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
+    """What a body asks for. Raises InvalidRequest and the like, naming the field."""
+    dialect, use = frontend.dialect, body.tool_use
+    _check_tools(dialect, use)
+    params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
+    if params.structured_outputs is not None:
+        await check_grammar(frontend, params, body.named)
+    if use is not None and (form := _free_form(dialect, use, body, params)) is not None:
+        params = dataclasses.replace(params, structured_outputs=form)
+        await check_grammar(frontend, params, use.renamed)
+    prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
+    prompt = list(truncated(prompt, params, frontend.max_model_len))
+    asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
+    check_named([prompt], params, frontend.max_model_len, frontend.vocab_size)
+    prediction = await _predicted(frontend, body.prediction)
+    opened = _reasoning_opened(frontend, prompt)
+    params = _with_thinking(frontend, body, params, opened)
+    readers = _message_readers(dialect, body, opened, params.n)
+    shown = dialect.reasoning_ids.union(() if use is None else dialect.tool_tokens.values())
+    return Turn(prompt, params, prediction, readers, shown)
+
+
+async def prompt_of(frontend: Frontend, body: ChatBody, max_model_len: int | None) -> list[int]:
+    """
+    Raises:
+        PromptTooLong: of more tokens than that.
+    """
+    return await frontend.encode_chat(
+        body.messages,
+        size=body.size,
+        add_generation_prompt=body.opens_turn,
+        continue_final_message=bool(body.continue_final_message),
+        tools=None if body.tool_use is None else body.tool_use.declared,
+        template_kwargs=body.template_kwargs,
+        max_model_len=max_model_len,
+    )
+
+
+def _check_tools(dialect: Dialect, use: ToolUse | None) -> None:
+    """Raises InvalidRequest when calls are asked for that nobody reads."""
+    if use is None or use.choice == "required" or (dialect.free_calls and dialect.tools is not None):
+        return
+    flag = "--tool-call-parser says" if dialect.free_calls else "--enable-auto-tool-choice and --tool-call-parser say"
+    raise InvalidRequest(
+        f"tool_choice: 'auto', allowed is that only where {flag} how this model writes calls; allowed are 'none', "
+        "'required', or a function",
+        "tool_choice",
+    )
+
+
+def _free_form(dialect: Dialect, use: ToolUse, body: ChatBody, params: SamplingParams) -> StructuredOutputs | None:
+    """What form an output has whose calls are the model's own choice, where tools are strict, or content has a form of
+    its own; None is any, or the one that it has already. Raises InvalidRequest."""
+    if use.choice != "auto" or dialect.tools is None or body.structured_outputs is not None:
+        return None
+    wanted = params.structured_outputs
+    content: dict[str, Any] | None = None
+    if wanted is not None:
+        content = {"type": "object"} if wanted.json is None else json.loads(wanted.json)
+    return use.free_form(dialect.tools, dialect.tool_tokens, content)
+
+
+def _reasoning_opened(frontend: Frontend, prompt: list[int]) -> bool | None:
+    """See `Reasoning.opened`."""
+    if frontend.dialect.reasoning is None:
+        return False
+    end = frontend.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    return frontend.dialect.reasoning.opened(end)
+
+
+def _with_thinking(frontend: Frontend, body: ChatBody, params: SamplingParams, opened: bool | None) -> SamplingParams:
+    """With what engines have to know of the model's thinking, if that is something. Raises InvalidRequest."""
+    budget = body.thinking_budget
+    if budget is not None:
+        if frontend.dialect.reasoning is None:
+            raise InvalidRequest(
+                f"thinking_token_budget: {budget}, allowed only where --reasoning-parser says how this model thinks",
+                "thinking_token_budget",
+            )
+        if frontend.modelled_some:
+            raise UnsupportedField(
+                "thinking_token_budget: engines of modelled devices have no logits to mask", "thinking_token_budget"
+            )
+    elif params.structured_outputs is None:
+        return params
+    thinking = frontend.dialect.thinking(opened, budget)
+    return params if thinking is None else dataclasses.replace(params, thinking=thinking)
+
+
+def _message_readers(dialect: Dialect, body: ChatBody, opened: bool | None, count: int) -> list[MessageReader]:
+    """One for each output; none where an output's text is the message's content as it stands."""
+    use = body.tool_use
+    if use is None and dialect.reasoning is None:
+        return []
+    return [
+        MessageReader(
+            None if dialect.reasoning is None else ReasoningParser(dialect.reasoning, opened),
+            None if use is None else use.parser(dialect.tools),
+            several=use is None or use.several,
+            shows_reasoning=body.include_reasoning is not False,
+        )
+        for _ in range(count)
+    ]
+
+
+async def _predicted(frontend: Frontend, prediction: Prediction | None) -> list[int]:
+    if prediction is None:
+        return []
+    try:
+        return await frontend.encode(prediction.text, False, frontend.max_model_len)
+    except PromptTooLong:
+        longest = frontend.max_model_len
+        raise InvalidRequest(f"prediction: more than the {longest} tokens of the context", "prediction") from None
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).replace("prompt", "prediction", 1), "prediction") from None
 
 
 class ChatShape:
@@ -54,7 +239,7 @@ class ChatShape:
         return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
 
     def content(self, delta: Delta) -> bytes:
-        choice = {
+        choice: dict[str, Any] = {
             "index": delta.index,
             "delta": self._readers[delta.index].push(delta.text) if self._readers else {"content": delta.text},
             "logprobs": self._logprobs(delta),

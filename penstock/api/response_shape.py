@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from penstock.api.chat import Turn
 from penstock.api.errors import error_row
 from penstock.api.logprobs import chat_logprobs
 from penstock.api.message import Fields
 from penstock.api.response_store import ResponseStore
 from penstock.api.sse import encode
-from penstock.api.turn import Turn
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
 

@@ -11,12 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.api.chat import answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
-from penstock.api.turn import answer
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ KEPT = 64  # compiled grammars
 TRIES, TRIED = 256, 1 << 20  # compilations, and bytes of them, to find where a schema is wrong
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 OPTIONS = {"lenient": False, "coerce_one_of": False}  # outputs are to be valid
+PLACE = re.compile(r"^at line \d+, column \d+: ")
 # where a schema holds others: by name; and one, or a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 HELD = (
@@ -50,6 +52,8 @@ def check(wanted: StructuredOutputs) -> None:
     field = f"{FIELD}.{wanted.kind}"
     if wanted.json is None:
         if problem := _problem(_source(wanted)):
+            if wanted.structural_tag is not None:  # where it stands in what was made of it tells nobody anything
+                problem = PLACE.sub("", plain(problem))
             if wanted.whitespace_pattern is not None:  # of any JSON object
                 field = f"{FIELD}.whitespace_pattern"
             raise InvalidRequest(f"{field}: {plain(problem)}", field)

@@ -78,11 +78,14 @@ def test_strict_tools_and_a_form_for_the_rest(openai_client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CLOCK | {"additionalProperties": False}}}
     for seed in range(4):
         asked = COMMON | {"tools": strict, "seed": seed, "response_format": form}
-        message = openai_client.chat.completions.create(**asked).choices[0].message
-        if message.tool_calls:
-            checked(message.tool_calls)
-        else:
-            jsonschema.validate(json.loads(message.content), CLOCK)
+        choice = openai_client.chat.completions.create(**asked).choices[0]
+        calls = choice.message.tool_calls or []
+        if choice.finish_reason == "length":  # then the last one is cut off
+            calls = calls[:-1]
+        elif not calls:
+            jsonschema.validate(json.loads(choice.message.content), CLOCK)
+        if calls:
+            checked(calls)
 
 
 @pytest.mark.slow
@@ -91,6 +94,7 @@ def test_calls_after_thinking_that_is_bounded():
     with serving("demo", *QUICK, *flags) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         asked = COMMON | {"tool_choice": "required", "extra_body": {"thinking_token_budget": 9}}
+        asked["parallel_tool_calls"] = False
         choice = client.chat.completions.create(**asked, logprobs=True).choices[0]
         checked(choice.message.tool_calls)
         assert choice.finish_reason == "tool_calls"

@@ -12,8 +12,8 @@ NOTHING: Parameters = {"type": "object", "properties": {}, "additionalProperties
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # keywords of schemas by name
 DATA = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
 # beside these, `properties` does not say all that an object may have
-COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas")
-COMBINED += ("unevaluatedProperties", "additionalProperties")
+COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas"}
+COMBINED |= {"unevaluatedProperties", "additionalProperties"}
 
 
 class RequiredCalls(JsonTools):
@@ -86,7 +86,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, Mapping):
             found[key] = {name: _closed(each) for name, each in value.items()}
@@ -118,7 +118,7 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = f"#{place}{value[1:]}"

@@ -102,8 +102,9 @@ class JsonCall:
         """Read on. Returns False where it waits for more text."""
         while not self.ended:
             if not self._step():
-                if self._reader.final:
-                    self._close()
+                self.ended = self._reader.final  # cut off
+                if self.ended and self._step == self._read_value and self._key in self.ARGUMENTS and self.named:
+                    self._argue("" if self._argued else self._value)
                 return self.ended
         return True
 
@@ -189,8 +190,7 @@ class JsonCall:
         """It is over, well or not."""
         self.ended = True
         if self.named and not self._argued:
-            half = self._value if self._key in self.ARGUMENTS and self._end is not None and not self._end.ended else ""
-            self._argue(half or "{}")
+            self._argue("{}")
         return True
 
     def _whole(self) -> bool:

@@ -76,7 +76,7 @@ class SectionTools(ToolParser):
     def _opening(self) -> bool:
         """Before the arguments' brace: a line break, or the beginning of a block of code."""
         place, marker = self.reader.find("{", self.around[1])
-        if place < 0 and not self.reader.final:
+        if place < 0:
             return False
         if marker != "{":
             self.argue("{}")
