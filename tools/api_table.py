@@ -20,6 +20,7 @@ from penstock.api.schema import (
     EmbeddingBody,
     field_table,
 )
+from penstock.api.tools import MAX_TOOLS
 from penstock.core.sampling import (
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,
@@ -49,7 +50,7 @@ SECTIONS = {
         ("chat_template_kwargs", VLLM, "variables for the model's chat template"),
         ("chat_template", VLLM, "set by the server: `--chat-template`"),
         ("documents", VLLM, ""),
-        ("reasoning_effort", OPENAI, "use `chat_template_kwargs`"),
+        ("reasoning_effort", OPENAI, "a variable for the chat template; `none` also sets `enable_thinking: false`"),
         ("prompt_embeds", VLLM, ""),
         ("mm_processor_kwargs", VLLM, ""),
         ("media_io_kwargs", VLLM, ""),
@@ -80,12 +81,16 @@ SECTIONS = {
         (
             "structured_outputs",
             VLLM,
-            "exactly one of `json`, `json_object`, `regex`, `choice`, `grammar`; with JSON also "
+            "exactly one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`; with JSON also "
             "`disable_any_whitespace` or `whitespace_pattern`",
         ),
-        ("tools", OPENAI, ""),
-        ("tool_choice", OPENAI, "with `none` `tools` are accepted; the model is not shown them"),
-        ("parallel_tool_calls", OPENAI, "changes nothing without tools"),
+        ("tools", OPENAI, f"of type `function`, at most {MAX_TOOLS}; see below"),
+        (
+            "tool_choice",
+            OPENAI,
+            "`none` (the model is not shown them), `auto`, `required`, a function, or `allowed_tools`",
+        ),
+        ("parallel_tool_calls", OPENAI, "with `false` there is at most one call"),
         ("functions", OPENAI, ""),
         ("function_call", OPENAI, ""),
     ),
@@ -110,7 +115,12 @@ SECTIONS = {
             f"-{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}, with `use_beam_search`; 1 by default",
         ),
         ("early_stopping", VLLM, 'true, false (by default) or `"never"`, with `use_beam_search`'),
-        ("thinking_token_budget", VLLM, ""),
+        (
+            "thinking",
+            PENSTOCK,
+            "`{start, end, budget}`: what comes before the output proper, by token ids of its markers, and its bound",
+        ),
+        ("thinking_token_budget", VLLM, "after so many tokens reasoning is ended; -1 is any number"),
     ),
     "Response": (
         ("stream", OPENAI, ""),
@@ -134,7 +144,7 @@ SECTIONS = {
         ("dimensions", OPENAI, "the first so many numbers, normalised again; at most the model's hidden size"),
         ("normalize", VLLM, "by default as the checkpoint says, and true where it says nothing"),
         ("spaces_between_special_tokens", VLLM, ""),
-        ("include_reasoning", VLLM, ""),
+        ("include_reasoning", VLLM, "`false` leaves reasoning out of the answer"),
         ("modalities", OPENAI, ""),
         ("verbosity", OPENAI, ""),
     ),

@@ -2,7 +2,8 @@
 
 What no schema can say stays with the server: that prompt and output fit the model's context together, that
 `min_tokens` is at most `max_tokens`, that some token is left to draw, that the tokens of `logit_bias` are in the
-vocabulary, what the chat template makes of the messages, and which schemas, expressions and grammars can be compiled.
+vocabulary, what the chat template makes of the messages, which tools there are to choose from, and which schemas,
+expressions and grammars can be compiled.
 Offline work without targets (`service_tier`, `slo`), and structured outputs beside a `response_format`, are left out,
 too, as conditions more than generators can take.
 """
@@ -31,6 +32,7 @@ from penstock.api.schema import (
     ScoreBody,
     ServedBody,
 )
+from penstock.api.tools import CHOICES, MAX_NAME_CHARS, MAX_TOOLS
 from penstock.core.sampling import (
     ALL_LOGPROBS,
     BEAMS_ONLY,
@@ -46,6 +48,7 @@ from penstock.core.sampling import (
     SEED_BITS,
 )
 from penstock.core.structured_outputs import MAX_BYTES
+from penstock.core.thinking import MAX_BUDGET, MAX_TOKENS
 from penstock.service.intake import MAX_SALT_BYTES
 
 Schema = dict[str, Any]
@@ -91,10 +94,15 @@ def body_schema(
     tokens: Schema = {"type": "array", "items": token}
     if "messages" in fields:
         fields["messages"] = {"anyOf": [_messages(), NULL]} if "prompt" in fields else _messages()
+    if "tools" in fields:
+        fields["tools"] = _tools()
+    if "tool_choice" in fields:
+        fields["tool_choice"] = _choice()
     if issubclass(model, DetokenizeBody):
         fields["tokens"] = tokens
     if issubclass(model, CompletionBody):
         fields["prompt"] = _prompts(tokens, MAX_PROMPTS)
+        fields["thinking"] = {"anyOf": [_thinking(token), NULL]}
     if issubclass(model, ServedBody):
         _served(fields, max_model_len)
     if issubclass(model, EmbeddingBody):
@@ -175,11 +183,60 @@ def _structures() -> list[Schema]:
         "regex": {"regex": text},
         "choice": {"choice": choices},
         "grammar": {"grammar": text},
+        "structural_tag": {"structural_tag": {"anyOf": [_tag(), text]}},
     }
     return [
         {"type": "object", "properties": fields, "required": [kind], "additionalProperties": False}
         for kind, fields in kinds.items()
     ]
+
+
+def _thinking(token: Schema) -> Schema:
+    marker = {"type": "array", "items": token, "maxItems": MAX_TOKENS}
+    budget = {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_BUDGET}
+    fields = {"start": {"anyOf": [marker, NULL]}, "end": marker | {"minItems": 1}, "budget": budget}
+    return {"type": "object", "properties": fields, "required": ["end"], "additionalProperties": False}
+
+
+def _tag() -> Schema:
+    parts = {"begin": {"type": "string"}, "schema": {"type": "object"}, "end": {"type": "string"}}
+    structure = {"type": "object", "properties": parts, "required": [*parts]}
+    fields = {
+        "structures": {"type": "array", "items": structure, "minItems": 1},
+        "triggers": {"type": "array", "items": TEXT, "minItems": 1},
+    }
+    return {"type": "object", "properties": fields, "required": [*fields]}
+
+
+def _tools() -> Schema:
+    function = {
+        "name": TEXT | {"maxLength": MAX_NAME_CHARS},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    }
+    fields = {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": function, "required": ["name"]},
+    }
+    tool = {"type": "object", "properties": fields, "required": [*fields]}
+    return {"anyOf": [{"type": "array", "items": tool, "maxItems": MAX_TOOLS}, NULL]}
+
+
+def _choice() -> Schema:
+    """Of a tool. That there are tools, and the one that is named among them, stays with the server."""
+    named = {"type": "object", "properties": {"name": TEXT}, "required": ["name"]}
+    one = {"type": {"const": "function"}, "function": named}
+    function = {"type": "object", "properties": one, "required": [*one]}
+    each = {"type": "object", "properties": {"function": named}, "required": ["function"]}
+    among = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": each, "minItems": 1}}
+    some = {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {"type": "object", "properties": among, "required": [*among]},
+    }
+    return {
+        "anyOf": [{"enum": [None, *CHOICES]}, function, {"type": "object", "properties": some, "required": [*some]}]
+    }
 
 
 def _messages() -> Schema:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,18 +13,26 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
+from penstock.api.message import MessageReader
 from penstock.api.openai import Envelope, usage_body
 from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
 from penstock.api.structured import check_grammar
-from penstock.core.errors import InvalidRequest, PromptTooLong
+from penstock.api.tools import ToolUse
+from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
+from penstock.core.structured_outputs import StructuredOutputs
 from penstock.service.generation import Usage
 from penstock.service.intake import check_named, check_room, longest_whole, truncated
 from penstock.text.detokenizer import Delta
+from penstock.text.dialect import Dialect
+from penstock.text.reasoning import ReasoningParser
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+
+PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
 
 
 def routes(frontend: Frontend) -> list[Route]:
@@ -38,15 +48,59 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     arrival = frontend.clock.now()
     model = frontend.served_model(body.model)
     frontend.check_ready()
+    turn = await turn_of(frontend, body)
+    with frontend.submit(
+        [turn.prompt],
+        turn.params,
+        request_id=request_id,
+        model=model,
+        level=level,
+        arrival=arrival,
+        cache_salt=body.prefix_salt,
+        prediction=turn.prediction,
+        shown=turn.shown,
+    ) as generation:
+        shape = ChatShape(frontend, body, model, request_id, turn)
+        if body.stream:
+            await send_events(send, generation, shape, request_id)
+        else:
+            await send_whole(send, generation, shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """
+    Attributes:
+        prompt: token ids.
+        prediction: of the answer, as tokens.
+        readers: one for each output; none where an output's text is the message's content as it stands.
+        shown: special tokens that the readers have to see.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    prediction: list[int]
+    readers: list[MessageReader]
+    shown: frozenset[int]
+
+
+async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
+    """What a body asks for. Raises InvalidRequest and the like, naming the field."""
+    dialect, use = frontend.dialect, body.tool_use
+    _check_tools(dialect, use)
     params = sampling_params(body, frontend.default_sampling, frontend.vocab_size)
     if params.structured_outputs is not None:
         await check_grammar(frontend, params, body.named)
+    if use is not None and (form := _free_form(dialect, use, body, params)) is not None:
+        params = dataclasses.replace(params, structured_outputs=form)
+        await check_grammar(frontend, params, use.renamed)
     prompt = await frontend.encode_chat(
         body.messages,
         size=body.size,
         add_generation_prompt=body.opens_turn,
         continue_final_message=bool(body.continue_final_message),
-        template_kwargs=body.chat_template_kwargs,
+        tools=None if use is None else use.declared,
+        template_kwargs=body.template_kwargs,
         max_model_len=longest_whole(params, frontend.max_model_len),
     )
     prompt = list(truncated(prompt, params, frontend.max_model_len))
@@ -54,21 +108,78 @@ async def _answer(frontend: Frontend, body: ChatBody, level: ServiceLevel, reque
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
     check_named([prompt], params, frontend.max_model_len, frontend.vocab_size)
     prediction = await _predicted(frontend, body.prediction)
-    with frontend.submit(
-        [prompt],
-        params,
-        request_id=request_id,
-        model=model,
-        level=level,
-        arrival=arrival,
-        cache_salt=body.prefix_salt,
-        prediction=prediction,
-    ) as generation:
-        shape = ChatShape(frontend, body, model, request_id, prompt, params.n)
-        if body.stream:
-            await send_events(send, generation, shape, request_id)
-        else:
-            await send_whole(send, generation, shape)
+    opened = _reasoning_opened(frontend, prompt)
+    params = _with_thinking(frontend, body, params, opened)
+    readers = _message_readers(dialect, body, opened, params.n)
+    shown = dialect.reasoning_ids.union(() if use is None else dialect.tool_tokens.values())
+    return Turn(prompt, params, prediction, readers, shown)
+
+
+def _check_tools(dialect: Dialect, use: ToolUse | None) -> None:
+    """Raises InvalidRequest when calls are asked for that nobody reads."""
+    if use is None or use.choice == "required" or (dialect.free_calls and dialect.tools is not None):
+        return
+    flag = "--tool-call-parser says" if dialect.free_calls else "--enable-auto-tool-choice and --tool-call-parser say"
+    raise InvalidRequest(
+        f"tool_choice: 'auto', allowed is that only where {flag} how this model writes calls; allowed are 'none', "
+        "'required', or a function",
+        "tool_choice",
+    )
+
+
+def _free_form(dialect: Dialect, use: ToolUse, body: ChatBody, params: SamplingParams) -> StructuredOutputs | None:
+    """What form an output has whose calls are the model's own choice, where tools are strict, or content has a form of
+    its own; None is any, or the one that it has already. Raises InvalidRequest."""
+    if use.choice != "auto" or dialect.tools is None or body.structured_outputs is not None:
+        return None
+    wanted = params.structured_outputs
+    content: dict[str, Any] | None = None
+    if wanted is not None:
+        content = {"type": "object"} if wanted.json is None else json.loads(wanted.json)
+    return use.free_form(dialect.tools, dialect.tool_tokens, content)
+
+
+def _reasoning_opened(frontend: Frontend, prompt: list[int]) -> bool | None:
+    """See `Reasoning.opened`."""
+    if frontend.dialect.reasoning is None:
+        return False
+    end = frontend.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    return frontend.dialect.reasoning.opened(end)
+
+
+def _with_thinking(frontend: Frontend, body: ChatBody, params: SamplingParams, opened: bool | None) -> SamplingParams:
+    """With what engines have to know of the model's thinking, if that is something. Raises InvalidRequest."""
+    budget = body.thinking_budget
+    if budget is not None:
+        if frontend.dialect.reasoning is None:
+            raise InvalidRequest(
+                f"thinking_token_budget: {budget}, allowed only where --reasoning-parser says how this model thinks",
+                "thinking_token_budget",
+            )
+        if frontend.modelled_some:
+            raise UnsupportedField(
+                "thinking_token_budget: engines of modelled devices have no logits to mask", "thinking_token_budget"
+            )
+    elif params.structured_outputs is None:
+        return params
+    thinking = frontend.dialect.thinking(opened, budget)
+    return params if thinking is None else dataclasses.replace(params, thinking=thinking)
+
+
+def _message_readers(dialect: Dialect, body: ChatBody, opened: bool | None, count: int) -> list[MessageReader]:
+    """One for each output; none where an output's text is the message's content as it stands."""
+    use = body.tool_use
+    if use is None and dialect.reasoning is None:
+        return []
+    return [
+        MessageReader(
+            None if dialect.reasoning is None else ReasoningParser(dialect.reasoning, opened),
+            None if use is None else use.parser(dialect.tools),
+            several=use is None or use.several,
+            shows_reasoning=body.include_reasoning is not False,
+        )
+        for _ in range(count)
+    ]
 
 
 async def _predicted(frontend: Frontend, prediction: Prediction | None) -> list[int]:
@@ -86,15 +197,15 @@ async def _predicted(frontend: Frontend, prediction: Prediction | None) -> list[
 class ChatShape:
     """See `sse.Shape`."""
 
-    def __init__(
-        self, frontend: Frontend, body: ChatBody, model: str, request_id: str, prompt: list[int], n: int
-    ) -> None:
+    def __init__(self, frontend: Frontend, body: ChatBody, model: str, request_id: str, turn: Turn) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
         self._tokenizer = frontend.tokenizer
         self._token_ids = bool(body.return_token_ids)
-        self._prompt = prompt
-        self._n = n
+        self._prompt = turn.prompt
+        self._n = turn.params.n
+        self._readers = turn.readers
+        self._named = body.tool_use is not None and body.tool_use.named is not None
         self._envelope = Envelope(self._head, body.include_usage)
         self.closing, self.failure = self._envelope.closing, self._envelope.failure
         self.shows_tokens = self._token_ids or bool(body.logprobs)
@@ -107,9 +218,9 @@ class ChatShape:
         return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
 
     def content(self, delta: Delta) -> bytes:
-        choice = {
+        choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": {"content": delta.text},
+            "delta": self._readers[delta.index].push(delta.text) if self._readers else {"content": delta.text},
             "logprobs": self._logprobs(delta),
             "finish_reason": None,
         }
@@ -120,9 +231,9 @@ class ChatShape:
     def finish(self, delta: Delta) -> bytes:
         choice = {
             "index": delta.index,
-            "delta": {},
+            "delta": self._readers[delta.index].finish() if self._readers else {},
             "logprobs": None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(delta),
             "stop_reason": delta.stop_reason,
         }
         return self._envelope.event(choice)
@@ -131,9 +242,9 @@ class ChatShape:
         choices = [
             {
                 "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "message": self._message(output),
                 "logprobs": self._logprobs(output),
-                "finish_reason": output.finish_reason,
+                "finish_reason": self._finish_reason(output),
                 "stop_reason": output.stop_reason,
                 **({"token_ids": output.tokens} if self._token_ids else {}),
             }
@@ -143,6 +254,16 @@ class ChatShape:
         if (found := outputs[0].prompt_logprobs) is not None:
             beside["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._prompt, found)
         return {**self._head, "choices": choices, "usage": usage_body(usage), **beside}
+
+    def _message(self, output: Delta) -> dict[str, Any]:
+        if self._readers:
+            return self._readers[output.index].whole(output.text)
+        return {"role": "assistant", "content": output.text, "refusal": None}
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        """As OpenAI has it: an output that ends with calls says so, but not where the one call was named."""
+        calls = self._readers[delta.index].calls if self._readers else 0
+        return "tool_calls" if calls and not self._named and delta.finish_reason == "stop" else delta.finish_reason
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         return None if delta.logprobs is None else chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)

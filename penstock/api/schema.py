@@ -17,12 +17,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import ErrorDetails
 
 from penstock.api import structured
+from penstock.api.tools import ToolUse, tool_use
 from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.intake import check_salt
 
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+# of which all bodies may speak
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "thinking")
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048  # to embed, as OpenAI allows
 MAX_BIAS_DIGITS = 10
@@ -313,6 +315,34 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: Prediction | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, SkipValidation] = None  # `tool_use` says more
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1), BeforeValidator(_whole)] | None = None
+    _tool_use: ToolUse | None = PrivateAttr(None)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What is to be called; None is nothing."""
+        return self._tool_use
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """-1 is none, too."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template. Those that templates know for how much the model is to think are set by
+        `reasoning_effort`, unless they are given."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        said: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            said |= {"enable_thinking": False, "thinking": False}
+        return said | (self.chat_template_kwargs or {})
 
     @property
     def opens_turn(self) -> bool:
@@ -324,10 +354,18 @@ class ChatBody(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def wishes(self) -> dict[str, Any]:
-        return super().wishes() | {
+        wishes = super().wishes() | {
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             "max_tokens": self.asked_tokens,
         }
+        if self._tool_use is not None and self._tool_use.form is not None:
+            wishes["structured_outputs"] = self._tool_use.form  # then there is no content
+        return wishes
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        if self._tool_use is not None and self._tool_use.choice == "required":
+            return self._tool_use.renamed(error)
+        return super().named(error)
 
     def check(self) -> None:
         super().check()
@@ -337,12 +375,12 @@ class ChatBody(GenerationBody):
         if self.prediction is not None:
             _ = self.prediction.text
         check_messages(self.messages)
-
-    def undeclared(self) -> dict[str, Any]:
-        given = super().undeclared()
-        if given.get("tool_choice") == "none":  # so that nothing is to be called
-            given = {name: value for name, value in given.items() if name not in ("tools", "parallel_tool_calls")}
-        return given
+        if self.tools is not None or self.tool_choice is not None:
+            self._tool_use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self._tool_use is not None and self._tool_use.choice == "required" and self.structured_outputs is not None:
+            raise InvalidRequest(
+                "structured_outputs: given, allowed only without a tool_choice that forces a call", "structured_outputs"
+            )
 
 
 class CompletionBody(GenerationBody):
@@ -356,6 +394,7 @@ class CompletionBody(GenerationBody):
         None  # vLLM, too, gives all of them to chats only
     )
     add_special_tokens: bool = True
+    thinking: dict[str, Any] | None = None
 
     @property
     def only_echoes(self) -> bool:
@@ -363,7 +402,7 @@ class CompletionBody(GenerationBody):
         return bool(self.echo) and self.max_tokens == 0
 
     def wishes(self) -> dict[str, Any]:
-        wishes = super().wishes()
+        wishes = super().wishes() | {"thinking": self.thinking}
         if self.only_echoes:
             wishes["max_tokens"] = 1  # an engine always samples one; it is dropped
         if self.echo and self.prompt_logprobs is None:
@@ -452,6 +491,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @property
@@ -464,6 +504,8 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
         check_messages(self.messages or [])
+        if self.tools is not None:
+            tool_use(self.tools, None, None)
 
 
 class DetokenizeBody(Body):

@@ -54,6 +54,7 @@ async def _encoded(frontend: Frontend, body: TokenizeBody) -> list[int]:
             size=body.size,
             add_generation_prompt=body.opens_turn,
             continue_final_message=bool(body.continue_final_message),
+            tools=body.tools,
             template_kwargs=body.chat_template_kwargs,
             max_model_len=most + 1,
         )

@@ -52,6 +52,9 @@ class ServerOptions:
     api_key: tuple[str, ...]
     share_prefixes: bool
     chat_template: str | None
+    tool_call_parser: str
+    enable_auto_tool_choice: bool
+    reasoning_parser: str | None
     pooling: Literal["auto", "last", "mean"]
     max_queued_requests: int
     max_queued_tokens: int | None
@@ -205,7 +208,7 @@ def make_site(
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
     from penstock.service.channel import make_context, master_channel
-    from penstock.service.checkpoint import read_defaults
+    from penstock.service.checkpoint import model_type, read_defaults
     from penstock.service.embedding import read_embedding
     from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
@@ -213,6 +216,7 @@ def make_site(
     from penstock.service.placement import RemotePlacement
     from penstock.service.policies import BUNDLES, Circumstances
     from penstock.service.request_recorder import RequestRecorder
+    from penstock.text.dialect import make_dialect
     from penstock.text.tokenizer import Tokenizer
 
     clock, context = SystemClock(), make_context()
@@ -255,6 +259,13 @@ def make_site(
         options.max_queued_tokens,
         read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
         recorder,
+        make_dialect(
+            tokenizer,
+            model_type(options.directory),
+            options.tool_call_parser,
+            options.enable_auto_tool_choice,
+            options.reasoning_parser,
+        ),
     )
     app = create_app(
         frontend,

@@ -30,6 +30,8 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.service.checkpoint import find_checkpoint
+from penstock.text.reasoning import REASONING
+from penstock.text.tools import PARSERS as TOOL_PARSERS
 
 ENGINE = "engine-0"  # its instance's name
 MOST_RANKS = 64
@@ -155,6 +157,14 @@ SERVER_OPTIONS = (
     Option("api-key", words, (), "keys, separated by commas, one of which every request must bring"),
     Option("share-prefixes", switch, False, "share cached prefixes among requests with different API keys"),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
+    Option(
+        "tool-call-parser",
+        one_of("auto", *TOOL_PARSERS),
+        "auto",
+        "how the model writes tool calls; auto is what its chat template shows, or else what its architecture does",
+    ),
+    Option("enable-auto-tool-choice", switch, True, "leave it to the model whether to call tools, if a request does"),
+    Option("reasoning-parser", one_of(*REASONING), None, "how the model marks what it thinks; by default not at all"),
     Option(
         "pooling",
         one_of("auto", "last", "mean"),

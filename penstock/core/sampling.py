@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.structured_outputs import StructuredOutputs
+from penstock.core.thinking import Thinking
 
 MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # as many as the vocabulary has
@@ -36,6 +37,7 @@ NOT_WITH_BEAMS: dict[str, object] = {
     "allowed_token_ids": None,
     "prompt_logprobs": None,
     "structured_outputs": None,
+    "thinking": None,
 }
 BEAMS_ONLY: dict[str, object] = {"length_penalty": 1.0, "early_stopping": False}
 
@@ -67,6 +69,8 @@ class SamplingParams:
         allowed_token_ids: draw from these alone; None is all.
         structured_outputs: what form the output has, also as an object with its fields; None is any. Where that allows
             nothing but an end, the output ends, whatever `ignore_eos` and `min_tokens` say.
+        thinking: what may come before the output proper, to which alone `structured_outputs` apply then, and when it
+            ends at the latest, also as an object with its fields; None is nothing.
         max_tokens: at most this many generated tokens; None means as many as the model's length allows.
         seed: makes the draw repeatable; None lets the server choose one. In [-2**63, 2**63).
         n: how many independent outputs; output i is sampled with seed + i. Of a beam search: how many beams live at a
@@ -103,6 +107,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking: Thinking | None = None
     max_tokens: int | None = 16
     seed: int | None = None
     n: int = 1
@@ -128,6 +133,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.thinking is not None:
+            object.__setattr__(self, "thinking", Thinking.of(self.thinking))
         object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _number(self, "temperature", 0.0, math.inf)
@@ -229,7 +236,7 @@ class SamplingParams:
         for name, unused in NOT_WITH_BEAMS.items():
             value = getattr(self, name)
             if value != unused:
-                shown = "given" if name == "structured_outputs" else _short(value)
+                shown = "given" if name in ("structured_outputs", "thinking") else _short(value)
                 raise InvalidRequest(f"{name}: {shown}, allowed only without use_beam_search: true", name)
         if self.logprobs == ALL_LOGPROBS:
             raise InvalidRequest("logprobs: -1, allowed with use_beam_search: true is 0 to 20", "logprobs")

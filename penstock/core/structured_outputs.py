@@ -1,4 +1,5 @@
-"""What form an output is to have: JSON of a schema, a regular expression, one of several texts, a grammar."""
+"""What form an output is to have: JSON of a schema, a regular expression, one of several texts, a grammar, or text with
+structures in it that begin with certain words."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from penstock.core.errors import InvalidRequest, UnsupportedField
 FIELD = "structured_outputs"
 MAX_BYTES = 1 << 16  # of a schema, regular expression or grammar, and of all choices
 MAX_DEPTH = 100  # objects and lists in a schema that are within each other
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
-UNSERVED = ("disable_additional_properties", "structural_tag")  # vLLM's other fields
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+UNSERVED = ("disable_additional_properties",)  # vLLM's other fields
+MAX_STRUCTURES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of the first five, which have vLLM's names and meaning. Raises `InvalidRequest` naming what is wrong.
+    """Exactly one of the first six, which have vLLM's names and meaning. Raises `InvalidRequest` naming what is wrong.
 
     Whether it can be compiled is seen by `text.grammar`, which knows how.
 
@@ -28,6 +30,10 @@ class StructuredOutputs:
         regex: the whole output matches it.
         choice: the output is one of these texts.
         grammar: in Lark's syntax, or in GBNF.
+        structural_tag: any text, but where one of its `triggers` comes, one of the `structures` that begin with it has
+            to follow: `begin`, JSON of `schema`, `end`. As an object or as text; kept as text. Of ours are: `content`,
+            a schema that the whole output has instead if it does not begin with a structure; `openings`, with which
+            an output of any form may begin then; and `special`, the tokens of texts that are special tokens.
         disable_any_whitespace: JSON has no space between its parts.
         whitespace_pattern: of JSON: a regular expression of the space that there may be between its parts.
     """
@@ -37,6 +43,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    structural_tag: Any = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
@@ -60,6 +67,8 @@ class StructuredOutputs:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _tag_text(self.structural_tag))
         if not (self.json or self.json_object) and (self.disable_any_whitespace or self.whitespace_pattern is not None):
             name = "whitespace_pattern" if self.whitespace_pattern is not None else "disable_any_whitespace"
             raise InvalidRequest(f"{FIELD}.{name}: given, allowed only with json or json_object", f"{FIELD}.{name}")
@@ -69,7 +78,7 @@ class StructuredOutputs:
         self._check_size()
 
     def _check_size(self) -> None:
-        for name in ("json", "regex", "grammar", "whitespace_pattern", "choice"):
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "choice", "structural_tag"):
             value = getattr(self, name)
             try:
                 size = len("".join(value or ()).encode())
@@ -82,7 +91,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the five it is."""
+        """Which of the six it is."""
         return next(kind for kind in KINDS if self._says(kind))
 
     def _says(self, kind: str) -> bool:
@@ -108,8 +117,8 @@ class StructuredOutputs:
         return cls(**{name: entry for name, entry in given.items() if name not in UNSERVED})
 
 
-def _schema_text(schema: Any) -> str:
-    name = f"{FIELD}.json"
+def _schema_text(schema: Any, kind: str = "json") -> str:
+    name = f"{FIELD}.{kind}"
     if isinstance(schema, str) and len(schema) > 2 * MAX_BYTES:  # also with much space in it
         raise InvalidRequest(f"{name}: {len(schema)} characters, at most {MAX_BYTES} bytes are allowed", name)
     try:
@@ -121,7 +130,7 @@ def _schema_text(schema: Any) -> str:
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"{name}: not JSON ({error})", name) from None
     if not isinstance(schema, dict | bool):
-        raise _wrong("json", schema, "a JSON Schema: an object, true or false")
+        raise _wrong(kind, schema, "a JSON Schema: an object, true or false")
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
         level = [part for held in level if isinstance(held, dict | list) for part in _parts(held)]
@@ -129,6 +138,41 @@ def _schema_text(schema: Any) -> str:
             return text
     if any(isinstance(held, dict | list) for held in level):
         raise _too_deep(name)
+    return text
+
+
+def _tag_text(given: Any) -> str:
+    """Its JSON, with everything in its place."""
+    kind = "structural_tag"
+    text = _schema_text(given, kind)
+    tag = json.loads(text)
+    if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list):
+        raise _wrong(kind, given, "an object with structures and triggers")
+    if len(tag["structures"]) > MAX_STRUCTURES:
+        raise _wrong(f"{kind}.structures", tag["structures"], f"a list of at most {MAX_STRUCTURES}")
+    triggers = tag.get("triggers")
+    if not isinstance(triggers, list) or not all(isinstance(each, str) and each for each in triggers):
+        raise _wrong(f"{kind}.triggers", triggers, "a list of strings of at least one character")
+    for i, structure in enumerate(tag["structures"]):
+        place = f"{kind}.structures.{i}"
+        if not isinstance(structure, dict):
+            raise _wrong(place, structure, "an object with begin, schema and end")
+        for name in ("begin", "end"):
+            if not isinstance(structure.get(name), str):
+                raise _wrong(f"{place}.{name}", structure.get(name), "a string")
+        if not isinstance(structure.get("schema"), dict):
+            raise _wrong(f"{place}.schema", structure.get("schema"), "a JSON Schema, an object")
+        if not structure["begin"].startswith(tuple(triggers)):
+            raise _wrong(f"{place}.begin", structure["begin"], "what begins with one of triggers")
+    if not isinstance(tag.get("content", {}), dict):
+        raise _wrong(f"{kind}.content", tag["content"], "a JSON Schema, an object")
+    openings, special = tag.get("openings", []), tag.get("special", {})
+    if not isinstance(openings, list) or not all(isinstance(each, str) and each for each in openings):
+        raise _wrong(f"{kind}.openings", openings, "a list of strings of at least one character")
+    if not isinstance(special, dict) or not all(type(token) is int and token >= 0 for token in special.values()):
+        raise _wrong(f"{kind}.special", special, "an object of token ids")
+    if not tag["structures"] and not ("content" in tag and openings):
+        raise _wrong(f"{kind}.structures", tag["structures"], "a list of at least one structure")
     return text
 
 

@@ -157,6 +157,10 @@ class Masks:
         for place, step in enumerate(steps):
             if step.bad_words or step.params.structured_outputs is None or step.params.allowed_token_ids is not None:
                 _exclude(masks[place], step)
+        for place, step in enumerate(steps):
+            if (forced := _forced(step)) is not None:
+                masks[place] = 0
+                _add(masks[place], [forced])
         for place in np.flatnonzero(~masks.any(axis=1)).tolist():
             stuck.setdefault(place, f"{FIELD}: no token may come next")
         for place in stuck:
@@ -173,23 +177,32 @@ class Masks:
         """
         stuck: dict[int, str] = {}
         first: list[tuple[LLMatcher, int]] = []
-        drafts: list[tuple[_Matched, int]] = []
+        drafts: list[tuple[_Matched, int, Sequence[int]]] = []
+        opening: list[tuple[int, int]] = []  # places where what it thinks may begin, and the token that begins it
         met: set[str] = set()
         for place, (step, state) in enumerate(zip(steps, states, strict=True)):
             if not isinstance(state, _Matched) or _over(step):
                 continue
+            answer, opens = _answer(step)
+            if answer is None:
+                _drop(masks[place], step.stop_ids)  # the answer is still to come
+                continue
+            if opens is not None:
+                opening.append((place, opens))
             if step.request_id in met:
-                drafts.append((state, place))
+                drafts.append((state, place, answer))
                 continue
             met.add(step.request_id)
-            if state.lead(step.generated or ()):
+            if state.lead(answer):
                 first.append((state.matcher, place))
-            else:
+            elif opens is None:
                 stuck[place] = f"{FIELD}: the output does not follow it"
+            else:
+                masks[place] = 0
         self._fill(masks, first)
         filled = first
-        for state, place in drafts:
-            if state.lead(steps[place].generated or ()):  # else a draft before it is wrong, and it is dropped
+        for state, place, answer in drafts:
+            if state.lead(answer):  # else a draft before it is wrong, and it is dropped
                 filled.append((state.matcher, place))
                 self._fill(masks, filled[-1:])
         by_stops: dict[Collection[int], list[int]] = {}
@@ -202,6 +215,8 @@ class Masks:
                 by_stops.setdefault(step.stop_ids, []).append(place)
         for stop_ids, places in by_stops.items():
             self._end(masks, stop_ids, places, steps)
+        for place, token in opening:
+            _add(masks[place], [token])
         return stuck
 
     def _end(self, masks: Words, stop_ids: Collection[int], places: list[int], steps: Sequence[SequenceStep]) -> None:
@@ -280,7 +295,22 @@ def _restricted(step: SequenceStep) -> bool:
     if step.generated is None:
         return p.allowed_token_ids is not None
     restricted = step.bad_words or p.structured_outputs is not None or p.allowed_token_ids is not None
-    return bool(restricted or len(step.generated) < p.min_tokens)
+    return bool(restricted or len(step.generated) < p.min_tokens or _forced(step) is not None)
+
+
+def _answer(step: SequenceStep) -> tuple[Sequence[int] | None, int | None]:
+    """What of its output grammars are about, None while it thinks; and the token that would go on to begin thinking."""
+    generated, thinking = step.generated or (), step.params.thinking
+    if thinking is None:
+        return generated, None
+    before = thinking.answer(generated)
+    return (None if before is None else generated[before:]), thinking.opening(generated)
+
+
+def _forced(step: SequenceStep) -> int | None:
+    """The token that is the only one, if its thinking has to end."""
+    thinking = step.params.thinking
+    return None if thinking is None or step.generated is None or _over(step) else thinking.forced(step.generated)
 
 
 def _over(step: SequenceStep) -> bool:

@@ -117,6 +117,11 @@ def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> Generati
     return GenerationDefaults(frozenset(ids) | ({tokenizer_eos} if tokenizer_eos is not None else set()), sampling)
 
 
+def model_type(directory: Path) -> str:
+    """In config.json; "" where it is missing. Raises ConfigError."""
+    return str(_read(directory / "config.json").get("model_type", ""))
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -45,6 +45,7 @@ from penstock.service.history import shown_time
 from penstock.service.intake import ModelLimits, make_embedding, make_sequences
 from penstock.service.request_recorder import RequestRecorder
 from penstock.text import grammar
+from penstock.text.dialect import PLAIN, Dialect
 from penstock.text.tokenizer import Tokenizer
 
 MAX_REQUESTS = 4096
@@ -72,6 +73,7 @@ class Frontend:
         max_queued_tokens: of prompts that wait for their first token; None is a few times what the KV caches hold.
         embedding: how prompts are embedded.
         recorder: of requests that have ended, which is closed with it; None records nothing.
+        dialect: how the model writes tool calls and reasoning.
 
     Attributes:
         draining: whether the server is draining: running requests continue, new ones are refused.
@@ -91,8 +93,10 @@ class Frontend:
         max_queued_tokens: int | None = None,
         embedding: EmbeddingDefaults = LAST_TOKEN,
         recorder: RequestRecorder | None = None,
+        dialect: Dialect = PLAIN,
     ) -> None:
         self.tokenizer = tokenizer
+        self.dialect = dialect
         self.served_names = served_names
         self.default_sampling = defaults.sampling
         self.embedding = embedding
@@ -230,6 +234,11 @@ class Frontend:
         return {"first_token_id": first, "last_token_id": last}
 
     @property
+    def modelled_some(self) -> bool:
+        """Whether some engine is modelled, which has no logits."""
+        return any(one.sampled_ids is not None for one in self._said)
+
+    @property
     def _instances(self) -> Collection[Instance]:
         return self.engine_client.instances.values()
 
@@ -278,6 +287,7 @@ class Frontend:
         size: int,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None,
         max_model_len: int | None = None,
     ) -> list[int]:
@@ -302,6 +312,7 @@ class Frontend:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 template_kwargs=template_kwargs,
                 max_model_len=max_model_len,
             )
@@ -345,7 +356,7 @@ class Frontend:
         wanted = params.structured_outputs
         if wanted is None:
             return
-        if any(one.sampled_ids is not None for one in self._said):
+        if self.modelled_some:
             raise UnsupportedField("structured_outputs: engines of modelled devices have no logits to mask", FIELD)
         if wanted not in self._grammars:
             if self._checking >= MAX_CHECKING:
@@ -382,6 +393,7 @@ class Frontend:
         prompts_only: bool = False,
         prediction: Sequence[int] = (),
         pooling: Pooling | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> Generation:
         """Have a request run.
 
@@ -395,6 +407,7 @@ class Frontend:
             prompts_only: see `Generation`.
             prediction: see `Request`.
             pooling: embed the prompts; None generates.
+            shown: special tokens that are part of the texts all the same.
 
         Raises, and then nothing of it runs:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
@@ -403,7 +416,7 @@ class Frontend:
         """
         self.check_ready()
         said = self._said
-        if params.use_beam_search and any(one.sampled_ids is not None for one in said):
+        if params.use_beam_search and self.modelled_some:
             raise InvalidRequest("use_beam_search: true, engines of modelled devices do not search", "use_beam_search")
         self._check_task(pooling)
         limits = ModelLimits(
@@ -415,7 +428,7 @@ class Frontend:
         )
         bad_words = self.tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
         arrival = self.clock.now() if arrival is None else arrival
-        generation = Generation(self, params, arrival, model or self.served_names[0], prompts_only)
+        generation = Generation(self, params, arrival, model or self.served_names[0], prompts_only, shown)
         outputs = 1 if params.use_beam_search else params.n
         self._check_queue([len(prompt) for prompt in prompts], outputs)
         made = []

@@ -104,16 +104,24 @@ class Generation:
         arrival: when the request came, by the frontend's clock.
         model: the name that the client called it by.
         prompts_only: what is known of the prompts is all that is wanted, and what is generated is dropped.
+        shown: special tokens that are part of the texts all the same.
     """
 
     def __init__(
-        self, frontend: Owner, params: SamplingParams, arrival: float, model: str, prompts_only: bool = False
+        self,
+        frontend: Owner,
+        params: SamplingParams,
+        arrival: float,
+        model: str,
+        prompts_only: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._frontend = frontend
         self._params = params
         self._arrival = arrival
         self._model = model
         self._prompts_only = prompts_only
+        self._shown = shown
         self._parts: list[_Part] = []
         self._open = 0  # outputs that have not ended
         self._deltas: list[Delta] = []
@@ -125,7 +133,8 @@ class Generation:
     def add(self, request_id: str, sequences: Sequence[Request]) -> int:
         """One more prompt, as the sequences that run for it; returns its first output's index."""
         count, first = self._params.n, len(self._parts) * self._params.n
-        streams = [OutputStream(first + i, self._frontend.tokenizer, self._params) for i in range(count)]
+        tokenizer = self._frontend.tokenizer
+        streams = [OutputStream(first + i, tokenizer, self._params, self._shown) for i in range(count)]
         by_output = [*sequences] * (count // len(sequences))
         usage = Usage(prompt_tokens=len(sequences[0].prompt))
         part = _Part(request_id, by_output, streams, usage, count, [None] * count)

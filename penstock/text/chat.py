@@ -32,6 +32,9 @@ class ChatTemplate:
         source: the Jinja text.
         origin: where it comes from, for error messages.
         special_tokens: `bos_token` and so on, for the template.
+
+    Attributes:
+        source: see there.
     """
 
     def __init__(self, source: str, origin: str, special_tokens: Mapping[str, str]) -> None:
@@ -47,6 +50,7 @@ class ChatTemplate:
             raise ConfigError(f"{origin}: not a valid chat template: nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: not a valid chat template: line {error.lineno}: {error.message}") from error
+        self.source = source
         self._special_tokens = special_tokens
         # whether content must be a list of parts: some templates, made for images too, know nothing else
         self._wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])

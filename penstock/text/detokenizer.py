@@ -16,13 +16,16 @@ from penstock.text.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """One output's text, from its tokens as they are sampled, ended by stop strings.
 
+    Args:
+        shown: special tokens that are part of the text all the same.
+
     Attributes:
         consumed: tokens that were used, up to and including the one that completed a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, shown: frozenset[int] = frozenset()) -> None:
         self.consumed = 0
-        self._stream = DecodeStream(tokenizer, params.skip_special_tokens)
+        self._stream = DecodeStream(tokenizer, params.skip_special_tokens, shown)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
@@ -67,12 +70,17 @@ class DecodeStream:
 
     Text is returned as soon as no later token can change it: at once, except that a character waits for its last byte,
     and a run of byte tokens (`<0xE4>`) for the token after it (see `Vocabulary`). Constant work per token.
+
+    Args:
+        shown: special tokens that are not skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
         self._vocabulary = tokenizer.vocabulary
         self._known = tokenizer.vocabulary.known_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # byte level only
         self._run: list[str] = []  # byte tokens whose text is not known yet
         self._start: list[str] | None = []  # pieces so far, until the first that shows; then None
@@ -150,15 +158,20 @@ def outputs_of(index: int, output: TokenOutput) -> list[tuple[int, TokenOutput]]
 class OutputStream:
     """One output of a request on its way from tokens to text.
 
+    Args:
+        shown: special tokens that are part of it all the same.
+
     Attributes:
         finished: no more deltas will come.
     """
 
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, params: SamplingParams, shown: frozenset[int] = frozenset()
+    ) -> None:
         self.finished = False
         self._index = index
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params, shown)
 
     @property
     def length(self) -> int:

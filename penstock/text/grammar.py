@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ MOST_MULTIPLE = 20_000  # least common one of all `multipleOf`, without decimal 
 KEPT = 64  # compiled grammars
 TRIES, TRIED = 256, 1 << 20  # compilations, and bytes of them, to find where a schema is wrong
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+OPTIONS = {"lenient": False, "coerce_one_of": False}  # outputs are to be valid
+PLACE = re.compile(r"^at line \d+, column \d+: ")
 # where a schema holds others: by name; and one, or a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 HELD = (
@@ -49,6 +52,8 @@ def check(wanted: StructuredOutputs) -> None:
     field = f"{FIELD}.{wanted.kind}"
     if wanted.json is None:
         if problem := _problem(_source(wanted)):
+            if wanted.structural_tag is not None:  # where it stands in what was made of it tells nobody anything
+                problem = PLACE.sub("", plain(problem))
             if wanted.whitespace_pattern is not None:  # of any JSON object
                 field = f"{FIELD}.whitespace_pattern"
             raise InvalidRequest(f"{field}: {plain(problem)}", field)
@@ -166,6 +171,8 @@ def _source(wanted: StructuredOutputs) -> str:
     if wanted.choice is not None:
         quoted = (json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)  # as Lark quotes, too
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    if wanted.structural_tag is not None:
+        return LLMatcher.grammar_from_lark(_of_tag(json.loads(wanted.structural_tag)))
     assert wanted.grammar is not None
     return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
 
@@ -184,6 +191,42 @@ def _as_lark(grammar: str) -> str:
     return lark
 
 
+def _of_tag(tag: dict[str, Any]) -> str:
+    """In Lark's syntax. Where a trigger is complete, no text goes on: its lexeme is lazy."""
+    special: dict[str, int] = tag.get("special", {})
+
+    def spelled(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False) if text else ""
+
+    def schema(value: Any) -> str:
+        _check_multiples(value)
+        options = OPTIONS | {"whitespace_flexible": True, "whitespace_pattern": SPACE}
+        return "%json " + json.dumps(_without_notes(value) | {"x-guidance": options})
+
+    rules = ["TEXT: /(.|\\n)*/"]
+    by_trigger: dict[str, list[str]] = {}
+    for i, each in enumerate(tag["structures"]):
+        trigger = next(one for one in tag["triggers"] if each["begin"].startswith(one))
+        by_trigger.setdefault(trigger, []).append(f"one_{i}")
+        rest = spelled(each["begin"].removeprefix(trigger))
+        rules.append(f"one_{i}: {rest} {schema(each['schema'])} {spelled(each['end'])}")
+    for i, (trigger, ones) in enumerate(by_trigger.items()):
+        any_one = " | ".join(ones)
+        if "content" in tag:
+            rules.append(f"tag_{i}: {spelled(trigger)} ({any_one})")
+        elif trigger in special:
+            rules.append(f"tag_{i}: TEXT {spelled(trigger)} ({any_one})")
+        else:
+            rules += [f"tag_{i}: begin_{i} ({any_one})", f"begin_{i}[lazy]: TEXT {spelled(trigger)}"]
+    tags = " | ".join(f"tag_{i}" for i in range(len(by_trigger)))
+    if "content" not in tag:
+        return "\n".join([f"start: ({tags})* TEXT", *rules])
+    blank = "/[ \\n]{0,2}/"
+    forms = ["content", *([f"({blank} ({tags}))+"] if tags else [])]
+    forms += [f"{blank} {spelled(opening)} (<[*]>)*" for opening in tag.get("openings", ())]
+    return "\n".join(["start: " + " | ".join(forms), f"content: {schema(tag['content'])}", *rules])
+
+
 def _of_schema(wanted: StructuredOutputs, schema: Any) -> str:
     from llguidance import LLMatcher
 
@@ -191,8 +234,7 @@ def _of_schema(wanted: StructuredOutputs, schema: Any) -> str:
         return LLMatcher.grammar_from_json_schema("false")
     if schema is not True:
         _check_multiples(schema)
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}  # outputs are to be valid
-    options["whitespace_flexible"] = not wanted.disable_any_whitespace
+    options: dict[str, Any] = {**OPTIONS, "whitespace_flexible": not wanted.disable_any_whitespace}
     if not wanted.disable_any_whitespace:
         options["whitespace_pattern"] = SPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
     text = json.dumps({} if schema is True else _without_notes(schema))

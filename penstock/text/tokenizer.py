@@ -92,6 +92,15 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise InvalidRequest("tokens: each must be a token id, a whole number of at least 0", "tokens") from error
 
+    def token_id(self, text: str) -> int | None:
+        """The token that the vocabulary has for just this string, if any."""
+        return self._backend.token_to_id(text)
+
+    @property
+    def template_text(self) -> str:
+        """The chat templates, all of them, one after another."""
+        return "\n".join(template.source for template in self._templates.values())
+
     def token_bytes(self, token: int) -> bytes:
         """What a token adds in the middle of a text; see `Vocabulary.token_bytes`."""
         return self.vocabulary.token_bytes(token)

@@ -27,6 +27,7 @@ from penstock.service.generation import Generation, Usage
 from penstock.text import grammar
 from penstock.text.chat import normalise
 from penstock.text.detokenizer import Delta
+from penstock.text.dialect import PLAIN
 
 EOS = 256
 
@@ -42,7 +43,7 @@ class ByteTokenizer:
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token != EOS).decode("utf-8", "replace")
 
 
@@ -131,6 +132,8 @@ class ScriptedFrontend:
     unhealthy_reason = ""
     asleep = False
     modelled: dict[str, int] | None = None
+    modelled_some = False
+    dialect = PLAIN
     fingerprint: str | None = "f00d"
 
     def __init__(self) -> None:
@@ -181,11 +184,14 @@ class ScriptedFrontend:
         size: int,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None,
         max_model_len: int | None = None,
     ) -> list[int]:
         assert size >= sum(len(str(message.get("content") or "")) for message in messages)
         text = "".join(f"{m['role']}:{m.get('content', '')}\n" for m in normalise(messages))
+        if tools:
+            text = f"tools:{[tool['function']['name'] for tool in tools]}\n{text}"
         if template_kwargs:
             text += repr(template_kwargs)
         text = text.rstrip("\n") if continue_final_message else text
@@ -211,6 +217,7 @@ class ScriptedFrontend:
         prompts_only: bool = False,
         prediction: Sequence[int] = (),
         pooling: str | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> ScriptedRequest:
         self.predictions.append(bytes(prediction).decode())
         self.salts.append(cache_salt)

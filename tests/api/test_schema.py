@@ -152,10 +152,15 @@ def test_unserved_fields_pass_when_they_change_nothing_and_are_named_when_they_w
     def fields(value: object) -> dict[str, Any]:
         return {outer: {inner: value} if inner else value}
 
+    def asked(value: object) -> list[str]:
+        if name not in ChatBody.model_fields:
+            return chat(**fields(value))[1]
+        return parse(json.dumps({"prompt": "a"} | fields(value)).encode(), CompletionBody)[1]
+
     for value in (None, *NOT_YET[name]):
-        assert chat(**fields(value))[1] == []
+        assert asked(value) == []
     with pytest.raises(UnsupportedField, match=f"^{name} is not supported yet$") as caught:
-        chat(**fields({"something": "else"}))
+        asked({"something": "else"})
     assert caught.value.field == name
 
 
@@ -226,12 +231,13 @@ def test_whole_numbers_may_be_written_with_a_point() -> None:
         params(max_tokens=1.0, temperature=math.nan)
 
 
-def test_tools_that_are_not_to_be_called_are_accepted() -> None:
+def test_what_is_to_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert chat(tools=tools, tool_choice="none", parallel_tool_calls=True)[1] == []
+    body, ignored = chat(tools=tools, tool_choice="none", parallel_tool_calls=True)
+    assert (body.tool_use, ignored) == (None, [])
     for choice in (None, "auto", "required"):
-        with pytest.raises(UnsupportedField):
-            chat(tools=tools, tool_choice=choice)
+        assert chat(tools=tools, tool_choice=choice)[0].tool_use.choice == (choice or "auto")
+    assert chat(tools=[], tool_choice="auto")[0].tool_use is None
 
 
 def test_unknown_fields_are_ignored_and_reported() -> None:

@@ -23,6 +23,11 @@ def test_chat_stream(alone):
     )
 
 
+def test_tools(alone):
+    shown = run("tools.py", alone.url + "/v1")
+    assert re.match(r'time_in\(\{\s*"city":\s*"(UTC|Oslo|Tokyo)"\s*\}\) -> \d\d:\d\d\n', shown)
+
+
 def test_slo_classes(apart):
     shown = run("slo_classes.py", apart.url + "/v1")
     assert re.search(r"^offline: 12 requests, mean TTFT \d+ ms", shown, re.M)

@@ -18,6 +18,7 @@ KINDS = {  # request -> its fields; none has a seed but the last
     "several": {"prompt": ["class A", "import os"], "temperature": 1.0, "logprobs": 2, "max_tokens": 8},
     "searched": {"use_beam_search": True, "n": 3, "max_tokens": 8, "length_penalty": 0.5},
     "formed": {"structured_outputs": {"regex": "[a-f]{5,30}"}, "temperature": 2.0},
+    "thinking": {"thinking": {"end": [9, 7], "budget": 5}, "structured_outputs": {"regex": "[a-f]{5,30}"}},
     "scored": {"echo": True, "max_tokens": 0, "logprobs": 1},
     "flexible": {"service_tier": "flex", "seed": -5, "temperature": 0.9},
 }
@@ -53,10 +54,10 @@ def test_recorded_requests_bring_the_same_tokens_again(alone, record, tmp_path, 
     eventually(lambda: set(names) <= recorded().keys())
     chosen = [word for name in names for word in ("--request", name)]
     found = replay(*chosen, "--speed", "50")
-    assert (found["requests"], found["same"], found["not_compared"], found["beginnings"]) == (11, 11, 0, 1)
+    assert (found["requests"], found["same"], found["not_compared"], found["beginnings"]) == (12, 12, 0, 1)
     assert found["numbers"] == found["equal_numbers"] > 8 + 12 + 100, "of three requests, and of an embedding"
     assert found["largest_gap"] == 0.0
-    assert found["outputs"] == 3 + 1 + 2 + 3 + 1 + 1 + 1 + 1 + 2
+    assert found["outputs"] == 3 + 1 + 2 + 3 + 1 + 1 + 1 + 1 + 1 + 2
     assert found["tokens"] > 100
 
     drawn = json.loads(next(line for line in (record / "frontend-0.jsonl").open() if '"id":"drawn"' in line))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
+from penstock.core.thinking import Thinking
 from penstock.engine.masks import Masks
 from penstock.engine.sampling import each_row
 from penstock.nn.loader import load_model
@@ -189,6 +190,42 @@ def test_drafts_that_a_grammar_forbids_are_wrong(tokenizer, grammars):
     assert again == found[1], "the drafts have left nothing"
 
 
+def test_a_grammar_waits_for_the_end_of_thinking(tokenizer, grammars):
+    masks = Masks(VOCAB, grammars)
+    (a,), (b,) = spell(tokenizer, "a"), spell(tokenizer, "b")
+    asked = {"structured_outputs": {"regex": "ab"}, "thinking": Thinking(start=(8,), end=(9, 7))}
+    everything = set(range(VOCAB))
+    found, stuck = allowed(
+        masks,
+        *(
+            step(f"r{i}", output, **asked)
+            for i, output in enumerate(([], [8], [8, 9], [8, 9, 7], [8, b, 9, 7, a], [a], [8, 9, 7, a, b]))
+        ),
+    )
+    assert not stuck
+    (first,), _ = allowed(masks, step("alone", structured_outputs=asked["structured_outputs"]))
+    assert found[0] == first | {8}
+    assert found[1] == found[2] == everything - {EOS}, "the answer is still to come"
+    assert found[3] == first
+    assert found[4] == found[5] == {b}
+    assert found[6] == {EOS}
+    (one, two, three, four), stuck = allowed(masks, step("d", [8], tokens=[8, 9, 7, a], sample=4, **asked))
+    assert not stuck
+    assert (one, two, three, four) == (everything - {EOS}, everything - {EOS}, first, {b})
+    (again,), _ = allowed(masks, step("d", [8, 9, 5], **asked))
+    assert again == everything - {EOS}, "the drafts have left nothing"
+
+
+def test_thinking_ends_when_its_budget_is_spent():
+    masks, thinking = Masks(40), Thinking(start=(8,), end=(9, 7), budget=2)
+    everything = set(range(40))
+    outputs = {(): everything, (8,): everything, (8, 1): everything, (8, 1, 3): {9}, (8, 1, 3, 9): {7}}
+    outputs |= {(8, 1, 3, 9, 7): everything, (8, 9, 7): everything, (1, 2, 3, 4): everything}
+    found, stuck = allowed(masks, *(step(str(output), output, thinking=thinking) for output in outputs))
+    assert found == list(outputs.values())
+    assert not stuck
+
+
 # --- in an engine
 
 
@@ -210,6 +247,10 @@ def crowd(tokenizer):
     yield replace(asked(tokenizer, "words", ENDLESS, seed=6, logprobs=1, max_tokens=40), bad_words=words[1:])
     yield asked(tokenizer, "late", seed=7, min_tokens=16)
     yield make_request("free", prompt(tokenizer, "import os"), temperature=1.0, seed=8, max_tokens=50)
+    close = tuple(spell(tokenizer, "</think>"))
+    yield asked(tokenizer, "thinks", seed=9, text="A person: ", thinking=Thinking(end=close, budget=12))
+    thinking = Thinking(start=tuple(spell(tokenizer, "import")), end=close, budget=3)
+    yield make_request("ponders", prompt(tokenizer, "and so\n"), seed=10, max_tokens=30, thinking=thinking)
 
 
 LIMITS = [

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.core.plan import StepResult
 from penstock.core.request import TokenLogprobs
+from penstock.core.thinking import Thinking
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Enqueue, StepReport, decode_command, decode_event
 from penstock.core.wire.handoff import Lease, Reserve, decode_peer
@@ -66,12 +67,14 @@ def test_reserved_room_finds_blocks_of_its_own_salt_only():
 def test_everything_about_a_request_crosses_the_wire():
     params = {"min_tokens": 2, "bad_words": ["x"], "allowed_token_ids": [1, 2], "prompt_logprobs": 3}
     params["structured_outputs"] = {"json": {"enum": ["ü", 1]}, "disable_any_whitespace": True}
+    params["thinking"] = {"start": [3], "end": [4, 5], "budget": 6}
     request = replace(make_request("r", [1, 2], **params), bad_words=((5, 6), (7,)), cache_salt="s", generated=(1,))
     for back in (
         decode_command(codec.encode(Enqueue(1, request))).request,
         decode_peer(codec.encode(Reserve(Lease("r", 0), request, "f"))).request,
     ):
         assert back.params == request.params
+        assert back.params.thinking == Thinking(start=(3,), end=(4, 5), budget=6)
         assert back.params.structured_outputs.json == '{"enum":["ü",1]}'
         assert (back.bad_words, back.cache_salt, back.stop_ids) == (request.bad_words, "s", request.stop_ids)
     limits = Limits(token_budget=8, max_sequences=1, max_model_len=64)

@@ -30,7 +30,18 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+CALL = {"begin": "<call>f", "schema": {"type": "object"}, "end": "</call>"}
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"structural_tag": {"triggers": []}}, "structural_tag: {'triggers': []}, allowed is an object with structures"),
+    ({"structural_tag": {"structures": [CALL], "triggers": [""]}}, "structural_tag.triggers: [''], allowed is a list"),
+    ({"structural_tag": {"structures": [CALL], "triggers": ["<x>"]}}, "structural_tag.structures.0.begin: '<call>f'"),
+    ({"structural_tag": {"structures": [CALL | {"end": 1}], "triggers": ["<"]}}, "structural_tag.structures.0.end: 1"),
+    ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "structural_tag.structures: [], allowed is a list of"),
+    ({"structural_tag": {"structures": [CALL | {"schema": {"multipleOf": 1e-300}}], "triggers": ["<"]}}, "json.multi"),
+    (
+        {"structural_tag": {"structures": [CALL | {"schema": {"uniqueItems": True}}], "triggers": ["<"]}},
+        "structural_tag: uniqueItems: not supported",
+    ),
     ({"json": DEEP}, "json.properties.a.items.anyOf.1: uniqueItems: not supported"),
     ({"json": {"properties": {"x": {"type": "strin"}}}}, "json.properties.x: type: 'strin', allowed are string,"),
     ({"json": {"$defs": {"y": {"items": {"not": {}}}}, "$ref": "#/$defs/y"}}, "json.$defs.y.items: not: not supported"),
@@ -68,7 +79,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'root ::= "a" | b'}, "grammar: neither Lark's syntax nor GBNF (Rule 'b' not found)"),
     ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "grammar: "),
     ({"grammar": 'start: %json {"type":"integer","multipleOf":1000003}'}, "grammar: multipleOf"),
-    ({}, ": none of them, exactly one of json, json_object, regex, choice, grammar is needed"),
+    ({}, ": none of them, exactly one of json, json_object, regex, choice, grammar, structural_tag"),
     ({"json": {}, "regex": "a"}, ": json and regex, exactly one of"),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: given, allowed only with json"),
     ({"json_object": True, "whitespace_pattern": "(["}, "whitespace_pattern: '(['"),
@@ -77,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "whitespace_pattern: given, allowed only",
     ),
     ({"json": {}, "space": 1}, "'space': no such field"),
-    ({"json": {}, "structural_tag": {}}, "structural_tag is not supported"),
+    ({"json": {}, "structural_tag": {}}, ": json and structural_tag, exactly one of"),
     ({"json": {}, "disable_any_whitespace": 2}, "disable_any_whitespace: 2, allowed is true or false"),
 ]
 
@@ -208,3 +219,35 @@ def test_a_whole_number_that_no_float_is_is_the_users_mistake(key: str) -> None:
         check(StructuredOutputs.of({"json": {"type": "number", key: 10**400}}))
     assert refused.value.field is not None
     assert refused.value.field.startswith("structured_outputs.json")
+
+
+FREE = {"structures": [CALL, CALL | {"begin": "<call>g"}], "triggers": ["<call>"]}
+FORMED = FREE | {"content": {"type": "integer"}}
+OPEN = {"structures": [], "triggers": [], "content": {"type": "integer"}, "openings": ["<call>", "<|im_start|>"]}
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "follows", "ends"),
+    [
+        (FREE, "any text < call", True, True),
+        (FREE, 'So <call>f{"a": 1}</call> and <call>g{}</call>', True, True),
+        (FREE, "<call>f{}</call", True, False),
+        (FREE, "<call>h", False, False),
+        (FREE, "<call>f[", False, False),
+        (FORMED, "12", True, True),
+        (FORMED, "any", False, False),
+        (FORMED, '\n<call>f{"a": 1}</call>\n<call>g{}</call>', True, True),
+        (FORMED, "<call>f{}</call>12", False, True),
+        (OPEN, "12", True, True),
+        (OPEN, "<call> anything", True, True),
+        (OPEN, "<|im_start|>", False, False),
+        (OPEN | {"special": {"<|im_start|>": 1}}, "<|im_start|> anything <|im_start|>", True, True),
+    ],
+)
+def test_structures_in_text(tag: Any, text: str, follows: bool, ends: bool) -> None:
+    wanted = StructuredOutputs(structural_tag=tag)
+    check(wanted)
+    matcher = Grammars(DEMO, 4096).matcher(wanted)
+    tokens = Tokenizer(DEMO).encode(text, False)
+    assert (matcher.try_consume_tokens(tokens) == len(tokens)) == follows
+    assert matcher.is_accepting() == ends

@@ -59,6 +59,11 @@ GENERATION_CONFIG: dict[str, Any] = {
 
 # Content may be a string or a list of typed parts; parts that are not text say nothing to a text model.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- 'Call one by <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['content'] is string %}
@@ -68,6 +73,10 @@ CHAT_TEMPLATE = """\
             {%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
         {%- endfor %}
     {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {{- '<tool_call>' + {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}
+        {{- '</tool_call>' }}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}

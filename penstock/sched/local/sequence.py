@@ -153,7 +153,7 @@ class Sequence:
         if params.prompt_logprobs is not None and not request.generated:  # else they left with the first token
             self.prompt_logprobs = []
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        self.steered = bool(penalised or request.bad_words or params.structured_outputs)
+        self.steered = bool(penalised or request.bad_words or params.structured_outputs or params.thinking)
         self.pooling: Pooling | None = request.pooling
         self.pooled: list[float] = []
         self.special = bool(

@@ -47,6 +47,10 @@ def refusal(request: Request) -> str:
         return "media: adopted instances take text alone"
     if params.structured_outputs is not None and request.generated:
         return "structured_outputs: an adopted instance begins them anew, and this output had begun elsewhere"
+    if params.structured_outputs is not None and params.structured_outputs.structural_tag is not None:
+        return "structured_outputs.structural_tag: adopted instances know no such form"
+    if params.thinking is not None:
+        return "thinking: adopted instances do not tell it from the answer"
     if len(request.cache_salt) > MOST_SALT:
         return f"cache_salt: {len(request.cache_salt)} characters, at most {MOST_SALT} are allowed"
     return ""
