@@ -51,6 +51,10 @@ class Route(routing.Route):
         errors: how it says them.
         refusals: statuses that only it answers with, and when.
         form: the schema of the form that it takes in pieces, however long that takes, instead of a body.
+
+    Attributes:
+        own: its methods.
+        allowed: those of its path, of other routes too.
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class Route(routing.Route):
         form: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self._allowed = method, {method, "HEAD"} if method == "GET" else {method}
-        self.methods = self._allowed
+        self.method, self.own = method, {method, "HEAD"} if method == "GET" else {method}
+        self.methods = self.allowed = self.own
         self.body = body
         self.errors = errors
         self.refusals = refusals
@@ -73,8 +77,8 @@ class Route(routing.Route):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # for metrics and traces; older versions of Starlette do not set it
-        if scope["method"] not in self._allowed:
-            allowed = ", ".join(sorted(self._allowed))
+        if scope["method"] not in self.own:
+            allowed = ", ".join(sorted(self.allowed))
             message = f"{scope['path']}: {scope['method']}, allowed is {allowed}"
             raise HTTPException(405, message, {"allow": allowed})
         scope["state"]["in_pieces"] = self.form is not None
@@ -103,6 +107,8 @@ class Application:
         tracing: Tracing | None,
     ) -> None:
         self.routes = routes
+        for route in routes:
+            route.allowed = {method for other in routes if other.path == route.path for method in other.own}
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
         self._frontend = frontend
         self._metrics = metrics
