@@ -143,17 +143,29 @@ def test_hits_are_told_by_tier_where_all_tiers_are_on(tmp_path, capsys, monkeypa
     """Of the device, the host's memory, a disk, a store and a peer: each prompt token that was found is of one of them,
     and a cache without end is counted beside them."""
     monkeypatch.delenv("PENSTOCK_FLIGHT_RECORDER", raising=False)
-    sizes = {"max-model-len": 2048, "kv-blocks": 40, "host-cache-memory": 40 * BLOCK, "disk-cache-size": 1000 * BLOCK}
+    sizes = {"max-model-len": 2048, "kv-blocks": 40, "host-cache-memory": 100 * BLOCK, "disk-cache-size": 1000 * BLOCK}
     engine = PACED | SPEEDS | sizes | {"remote-cache": f"file://{tmp_path}?timeout=20", "max-num-seqs": 4}
     with deployed(colocated(1, engine=engine)) as up:
         ask = Asked(up)
         texts = {number: ask(number)[0] for number in range(6)}
         assert ask.put() > 40 * BLOCK
     with deployed(colocated(2, engine=engine, policy="unified", seed=1)) as up:
-        ask, ideal, fresh = Asked(up), 0, iter(range(50, 1000))
-        for again, number in enumerate((*range(6), 5, *range(6))):
-            assert ask(number)[0] == texts[number]
-            ideal += FULL if again >= 6 else 0
+        ask, ideal, fresh = Asked(up), -6 * FULL, iter(range(50, 1000))
+
+        def is_found(tier):
+            """All of them, after others or none; for the first time in this deployment, an ideal cache had not."""
+            nonlocal ideal
+            for number in range(6):
+                assert ask(number)[0] == texts[number]
+            ideal += 6 * FULL
+            return ask.hits(tier)
+
+        def push_out():
+            return [ask(next(fresh), max_tokens=1) for _ in range(6)]
+
+        assert is_found("remote"), up.log()
+        eventually(lambda: is_found("host"), 90, up.log)
+        eventually(lambda: push_out() and is_found("disk"), 90, up.log)
 
         def is_brought_from_a_peer():
             """Where more come at once than the engine takes that has their beginning, which is hardly in the store."""
@@ -165,7 +177,7 @@ def test_hits_are_told_by_tier_where_all_tiers_are_on(tmp_path, capsys, monkeypa
             ideal += 12 * FULL
             return ask.hits("peer")
 
-        eventually(is_brought_from_a_peer, what=up.log)
+        eventually(is_brought_from_a_peer, 90, up.log)
         tiers = ("device", "host", "disk", "remote", "peer")
         eventually(
             lambda: sum(map(ask.hits, tiers)) == ask.cached, what=lambda: f"{ask.cached}, {[*map(ask.hits, tiers)]}"
