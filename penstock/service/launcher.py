@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
-from penstock.service.process import TO_ALL
+from penstock.service.process import TO_ALL, host_of
 from penstock.service.spawner import Incarnation, LocalSpawner, Spawner
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor, shown
 
@@ -155,7 +155,7 @@ class Launcher:
         self._signals: list[int] = []
         self._listeners = listeners
         self._master, self._wire = master, _Wire(secret)
-        self._host, self._model, self._incarnation = f"{socket.gethostname()}/{os.getpid()}", model, time.time_ns()
+        self._host, self._model, self._incarnation = host_of(os.getpid()), model, time.time_ns()
         self._drain, self._leaves_by = drain, inf
         self._registry = registry
         self._etcd: EtcdHost | None = None
