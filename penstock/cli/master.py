@@ -113,6 +113,7 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     """
     from penstock.service.channel import make_context
     from penstock.service.master_pump import serve_frontends
+    from penstock.service.process import host_of
 
     allow_connections()  # there is one to every engine
     context = make_context()
@@ -144,7 +145,8 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     collect_rarely()
     addresses = [address for address in (public, settings["address"]) if address is not None]
     try:
-        await serve_frontends(pump, registry, context, *addresses, curve=curve, registers=registers)
+        own = host_of(settings["parent"])
+        await serve_frontends(pump, registry, context, *addresses, curve=curve, registers=registers, own=own)
     finally:
         await pump.close()
         context.term()

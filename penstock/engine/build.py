@@ -16,7 +16,6 @@ from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import StepPlan
 from penstock.engine.cache import KVCache
-from penstock.engine.cache_log import ledger_of
 from penstock.engine.calibration import trial
 from penstock.engine.disk_tier import SIZE, SIZE_OPTION, check_disk_tier, open_disk_tier
 from penstock.engine.executor.base import Executor, Memory
@@ -40,7 +39,7 @@ from penstock.sched.local.limits import tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import KVPool, OpenPool, SharedPool, memfd_pool
+from penstock.transfer.pool import KVPool, OpenPool, SharedPool, ledger_of, memfd_pool
 
 if TYPE_CHECKING:
     from penstock.engine.executor.processes import RankProcesses

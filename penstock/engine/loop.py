@@ -12,8 +12,8 @@ from typing import Protocol
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan
 from penstock.core.request import Request, TokenOutput
-from penstock.engine.cache_log import CacheLog
 from penstock.engine.executor.base import Executor, Pending, Ran
+from penstock.kv.cache_log import CacheLog
 from penstock.kv.connector import KVTier
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler

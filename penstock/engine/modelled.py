@@ -26,7 +26,6 @@ from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
 from penstock.core.stop import Stop
-from penstock.engine.cache_log import ledger_of
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor, MaskCosts
 from penstock.engine.loop import Engine, TierBelow
@@ -57,7 +56,7 @@ from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import make_speculation
 from penstock.sched.steptime import DEVICES, GEOMETRIES, DeviceModel, ModelShape, StepTime, read_shape
 from penstock.transfer.memory import PoolMemory
-from penstock.transfer.pool import KVPool, OpenPool, memfd_pool
+from penstock.transfer.pool import KVPool, OpenPool, ledger_of, memfd_pool
 
 log = logging.getLogger("penstock.engine")
 PREFIX = "modelled:"

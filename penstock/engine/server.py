@@ -51,10 +51,10 @@ from penstock.core.wire.engine import (
     WakeUp,
     decode_command,
 )
-from penstock.engine.cache_log import DeltaPace
 from penstock.engine.executor.base import Memory
 from penstock.engine.loop import Engine, Step
 from penstock.engine.sleeper import Sleeper
+from penstock.kv.cache_log import DeltaPace
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.speculation import SpeculationCounters

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
-from penstock.service.process import TO_ALL
+from penstock.service.process import TO_ALL, host_of
 from penstock.service.spawner import Incarnation, LocalSpawner, Spawner
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor, shown
 
@@ -34,6 +34,7 @@ SILENT = 5.0  # seconds without an answer of the master, after which a host that
 RECONNECT = 50  # ms
 LINGER = 200  # ms for the last message
 TOLD_FOR = 5.0  # seconds that the end of an engine is told of: the master may be gone too, and come back
+NOT_STARTED = 1  # exit code that counts for a process that could not be started
 REFUSED_FOR = 10.0  # seconds after which it is no mistake: what is left of an earlier launcher has gone by then
 
 
@@ -154,7 +155,7 @@ class Launcher:
         self._signals: list[int] = []
         self._listeners = listeners
         self._master, self._wire = master, _Wire(secret)
-        self._host, self._model, self._incarnation = f"{socket.gethostname()}/{os.getpid()}", model, time.time_ns()
+        self._host, self._model, self._incarnation = host_of(os.getpid()), model, time.time_ns()
         self._drain, self._leaves_by = drain, inf
         self._registry = registry
         self._etcd: EtcdHost | None = None
@@ -496,10 +497,25 @@ class Launcher:
 
     def _start(self, program: Program) -> None:
         now = self._clock.now()
-        incarnation = self._spawner(program.name).spawn(program, now)
+        try:
+            incarnation = self._spawner(program.name).spawn(program, now)
+        except OSError as error:  # there may be room for a process later
+            self._report_not_started(program.name, str(error), now)
+            return
         self._running[program.name] = incarnation
         if program.socket is not None:
             self._starting[program.name] = now
+
+    def _report_not_started(self, name: str, why: str, now: float) -> None:
+        log.warning("%s could not be started: %s", name, why)
+        if name in self._candidates:
+            self._candidates[name] = f"it could not be started: {why}"
+            self._supervisor.retire(name, now)  # it does not come back
+        sentence = self._supervisor.exited(name, NOT_STARTED, now, why)
+        if not self._supervisor.comes_back(name):
+            self._spawner(name).release(name)
+        if sentence != self._supervisor.failure:  # which is logged at the end
+            log.warning("%s", sentence)
 
     def _stop(self, program: Program) -> None:
         incarnation = self._running[program.name]

@@ -58,6 +58,7 @@ class Launchers:
         tell: sends a message to a launcher.
         ready: instances that are given requests.
         givers: those that give weights to other hosts -> where.
+        own: the host whose launcher started this process: it is there as long as this is, though it may stand still.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Launchers:
         tell: Callable[[bytes, ToLauncher], None],
         ready: Callable[[], list[str]] = list,
         givers: Callable[[], dict[str, str]] = dict,
+        own: str = "",
     ) -> None:
-        self._registry, self._tell, self._ready, self._givers = registry, tell, ready, givers
+        self._registry, self._tell, self._ready, self._givers, self._own = registry, tell, ready, givers, own
         self._hosts: dict[str, _Host] = {}
         self._to_start: dict[str, tuple[float, StartInstance]] = {}  # by instance, with when that was said
         self._now = 0.0
@@ -126,7 +128,7 @@ class Launchers:
         """Forget launchers that have fallen silent; call it a few times a second."""
         self._now = now
         for name, host in list(self._hosts.items()):
-            if now - host.heard > LEASE:
+            if now - host.heard > LEASE and name != self._own:
                 del self._hosts[name]
                 log.warning("the launcher of %s was not heard for %g s", name, LEASE)
                 if self._registry is not None:

@@ -317,6 +317,7 @@ async def serve_frontends(
     *addresses: str,
     curve: Curve | None = None,
     registers: bool = True,
+    own: str = "",
 ) -> None:
     """Answer frontends, and register what launchers run, until cancelled.
 
@@ -325,8 +326,9 @@ async def serve_frontends(
         addresses: ZMQ endpoints to bind.
         curve: of the deployment; None where its links need no protection.
         registers: whether launchers register their instances here; else the registry knows them all.
+        own: see `Launchers`.
     """
-    desk = Desk(pump, registry, context, addresses, curve, registers)
+    desk = Desk(pump, registry, context, addresses, curve, registers, own)
     try:
         await desk.run()
     finally:
@@ -344,6 +346,7 @@ class Desk:
         addresses: Sequence[str],
         curve: Curve | None,
         registers: bool,
+        own: str,
     ) -> None:
         self._pump = pump
         self._socket = context.socket(zmq.ROUTER)
@@ -356,7 +359,7 @@ class Desk:
         for address in addresses:
             self._socket.bind(address)
         self._inbox = Inbox(self._socket, self._answer)
-        self._launchers = Launchers(registry if registers else None, self._send, self._ready, self._givers)
+        self._launchers = Launchers(registry if registers else None, self._send, self._ready, self._givers, own)
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
         if not registers:
             self._roll.complete()

@@ -1,12 +1,18 @@
-"""How a launcher starts a process of a deployment."""
+"""How a launcher starts a process of a deployment, and how it is named."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def host_of(launcher: int) -> str:
+    """The name of a launcher's host, by the launcher's process id: there may be several on a machine."""
+    return f"{socket.gethostname()}/{launcher}"
 
 
 def begin(

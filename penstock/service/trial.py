@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import zmq
 
 from penstock.core.errors import PenstockError, Unavailable
@@ -59,7 +60,7 @@ class Trial:
     def _probe(self) -> None:
         try:
             self._ask_engine()
-        except (PenstockError, zmq.ZMQError, ValueError) as error:
+        except (PenstockError, zmq.ZMQError, msgspec.DecodeError) as error:
             self.verdict = f"its probe failed: {error}"
 
     def _ask_engine(self) -> None:

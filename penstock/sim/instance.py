@@ -8,7 +8,6 @@ streams; and all while it is being handed over, since others know nothing of tho
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +40,7 @@ from penstock.core.wire.engine import (
     UnlinkPeer,
 )
 from penstock.core.wire.handoff import Committed, Fetch, Lent, Missing, PeerMessage, Push, Release, Reserved, Waiting
+from penstock.kv.cache_log import CacheLog, DeltaPace
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON, STOPS_IN
@@ -151,7 +151,8 @@ class SimInstance:
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
         self._snapshots = 0
-        self._deltas = Counter[str]()  # by tier
+        self._logs = {tier: CacheLog() for tier in ("device", *self._ways)}
+        self._deltas = DeltaPace()
         self._arriving: dict[int, int] = {}  # loads under way, and their blocks
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
         self._told = self.intake.snapshot()  # the load as the master was told
@@ -287,7 +288,8 @@ class SimInstance:
             # a sequence may wait for blocks that are being copied
             wake = min(wake, *(way.next_store for way in self._ways.values()))
         # whatever comes or begins makes the load unknown
-        if self._told_at == now and self._load is not None and not self.handoffs.busy and not self._ways:
+        idle = self._load is not None and not self.handoffs.busy and not self._ways
+        if idle and self._told_at == now and self._delta_due == inf:
             return self._say(self._rest_until(now + self._idle_report))
         return self._wait_until(max(now, wake))
 
@@ -370,7 +372,9 @@ class SimInstance:
         else:
             outputs = update(self.scheduler, stride.plan, self.intake.news, self._draw, began, now)
             # one more token for each is no change of the load
-            self._changed |= bool(stride.plan.work.prefills) or any(output.finish is not None for output in outputs)
+            news = bool(stride.plan.work.prefills) or any(output.finish is not None for output in outputs)
+            self._changed |= news
+            self._deltas.hurries |= news
             self._report(now, outputs)
         self.scheduler.measurements.ran(stride.plan, began, ends, before)
 
@@ -458,14 +462,16 @@ class SimInstance:
         """When the clock next asks for something."""
         snapshot = self._looked_at + self._report_interval
         if not self._changed:
-            snapshot = max(snapshot, self._told_at + IDLE_REPORT)
+            snapshot = max(snapshot, min(self._told_at + IDLE_REPORT, self._delta_due))
         return min(snapshot, self._ticked_at + self._tick_every) if self.handoffs.busy else snapshot
 
     def _on_clock(self, now: float) -> None:
         if self.handoffs.busy and now >= self._ticked_at + self._tick_every:
             self._ticked_at, self._load = now, None
             self.handoffs.tick(now)
-        if now >= self._looked_at + self._report_interval and (self._changed or now >= self._told_at + IDLE_REPORT):
+        if now < self._looked_at + self._report_interval:
+            return
+        if self._changed or now >= min(self._told_at + IDLE_REPORT, self._delta_due):
             self._tell_master(now)
 
     def _tell_master(self, now: float) -> None:
@@ -476,37 +482,43 @@ class SimInstance:
         if self._load != self._told or now >= self._told_at + IDLE_REPORT:
             self._told, self._told_at = self._load, now
             self._news.append(self._post.to_master(now, self.name, self._next_snapshot()))
+        self._write_down()
+        if now >= self._delta_due:
+            self._deltas.told(now)
+            for tier, log in self._logs.items():
+                if (changes := log.take()) is not None:
+                    delta = CacheDelta(self._incarnation, log.sequence, *changes, tier)
+                    self._news.append(self._post.to_master(now, self.name, delta))
+
+    @property
+    def _delta_due(self) -> float:
+        """When the master is to be told what has changed in the cache, of what is written down."""
+        return self._deltas.due(self._logs.values())
+
+    def _write_down(self) -> None:
+        """What has come and gone in each tier of the cache."""
         added, removed = self.scheduler.pool.take_changes()
-        self._tell_cache(now, "device", [p.key for p in added if p.told], removed)
+        changes = {"device": ([published.key for published in added if published.told], removed)}
         for lane in self._lanes:
             tier = lane.tier
-            changes = tier.changes_of(self.name) if isinstance(tier, SimStore) else tier.take_changes()
-            self._tell_cache(now, lane.name, *changes)
+            changes[lane.name] = tier.changes_of(self.name) if isinstance(tier, SimStore) else tier.take_changes()
+        if self._tells_cache:
+            for name, log in self._logs.items():
+                log.note(*changes[name])
 
     def _next_snapshot(self) -> Snapshot:
         self._snapshots += 1
         return replace(self._told, sequence=self._snapshots)
 
-    def _tell_cache(self, now: float, tier: str, added: list[bytes], removed: list[bytes]) -> None:
-        if (added or removed) and self._tells_cache:
-            self._deltas[tier] += 1
-            delta = CacheDelta(self._incarnation, self._deltas[tier], added, removed, tier)
-            self._news.append(self._post.to_master(now, self.name, delta))
-
     def _send_cache(self, now: float) -> None:
         """Everything that can be found, numbered like the last delta, so that the next one follows it."""
-        self.scheduler.pool.take_changes()
-        found = {"device": self.scheduler.pool.keys()}
-        for lane in self._lanes:
-            tier = lane.tier
-            if isinstance(tier, SimStore):
-                tier.changes_of(self.name)
-                found[lane.name] = tier.keys_of(self.name)
-            else:
-                tier.take_changes()
-                found[lane.name] = tier.keys()
-        for name, keys in found.items():
-            delta = CacheDelta(self._incarnation, self._deltas[name], keys, [], name, whole=True)
+        self._write_down()
+        tiers = {lane.name: lane.tier for lane in self._lanes}
+        for name, log in self._logs.items():
+            log.take()
+            tier = tiers.get(name, self.scheduler.pool)
+            keys = tier.keys_of(self.name) if isinstance(tier, SimStore) else tier.keys()
+            delta = CacheDelta(self._incarnation, log.sequence, keys, [], name, whole=True)
             self._news.append(self._post.to_master(now, self.name, delta))
 
     # --- messages
@@ -548,6 +560,7 @@ class SimInstance:
                 if refused := self.intake.enqueue(now, frontend, enqueue):
                     self._news.append(self._post.to_frontend(now, frontend, self.name, refused))
             case ClientCommand(frontend=frontend, command=Cancel() as cancel):
+                self._deltas.hurries = True
                 self.intake.obey(frontend, cancel)
             case ClientCommand(frontend=frontend, command=Migrate() as migrate):
                 self.intake.migrate(now, frontend, migrate)
@@ -560,6 +573,7 @@ class SimInstance:
             case UnlinkPeer(peer=peer):
                 self.handoffs.lost(peer, for_good=True)
             case SetRole() | Drain():
+                self._deltas.hurries |= isinstance(command, Drain)
                 self.intake.obey("", command)
             case AskCache():
                 self._send_cache(now)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.core.layout import KVLayout
+from penstock.kv.pool import Published
 from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:  # an engine on its own needs neither msgspec nor xxhash
     from penstock.transfer.kv_pool_client import KVPoolClaim, KVPoolClient
-    from penstock.transfer.records import Record
+    from penstock.transfer.records import Record, Records
 
 
 @dataclass
@@ -67,6 +68,29 @@ class Stamps:
         """Its bytes are about to change."""
         if self._records is not None:
             self._records.clear(block)
+
+
+class PoolLedger:
+    """The records of a shared pool, for later incarnations."""
+
+    def __init__(self, pool: KVPool, records: Records) -> None:
+        self._memory = pool.memory
+        self._records = records
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._records.clear(block)
+
+    def write(self, published: Published) -> None:
+        known = self._records.get(published.block)
+        if known is None or known.key != published.key:  # else another instance wrote the block and its record
+            checksum = self._memory.checksum(published.block)
+            self._records.put(published.block, published.key, published.parent, checksum)
+
+
+def ledger_of(pool: KVPool | None) -> PoolLedger | None:
+    """None where blocks do not outlive the process."""
+    return None if pool is None or pool.client is None else PoolLedger(pool, pool.client.records)
 
 
 # (layout, quota in blocks) -> pool of that many, inherited ones included

@@ -1,5 +1,6 @@
 """The processes of a deployment: their command lines, and the loop around them, with small scripts in their place."""
 
+import errno
 import json
 import logging
 import os
@@ -196,6 +197,37 @@ def test_a_failure_of_our_own_leaves_no_process(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         launch([shell("master", f"echo $$ > {pid}; {STAY}", "master")])
     assert not Path(f"/proc/{lines(pid)[0]}").exists()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch, caplog):
+    """As where there are as many processes as may be. The others run on meanwhile."""
+    spawn, pid, tries = LocalSpawner.spawn, tmp_path / "pid", []
+
+    def full(self, program, now):
+        if program.name == "master":
+            tries.append(now)
+            if len(tries) < 3:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return spawn(self, program, now)
+
+    def drive():
+        eventually(lambda: lines(pid))
+        terminate()
+
+    monkeypatch.setattr(LocalSpawner, "spawn", full)
+    assert launch([shell("frontend-0", STAY), shell("master", f"echo $$ > {pid}; {STAY}", "master")], drive) == 0
+    assert len(tries) == 3
+    assert caplog.text.count("master could not be started: [Errno 11] Resource temporarily unavailable") == 2
+
+
+def test_a_deployment_of_which_something_can_never_be_started_ends_with_the_reason(monkeypatch, caplog):
+    def full(self, program, now):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(LocalSpawner, "spawn", full)
+    assert launch([shell("master", STAY, "master")]) == 1
+    assert "the deployment has ended: master ended 4 times in a row" in caplog.text
+    assert "its last output: [Errno 11] Resource temporarily unavailable" in caplog.text
 
 
 # --- command lines

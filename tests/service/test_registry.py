@@ -88,9 +88,9 @@ def test_what_a_new_master_does_not_know_yet_has_not_left():
 
 
 class Hosts:
-    def __init__(self):
+    def __init__(self, own=""):
         self.registry, self.told, self.taken, self.givers = LocalRegistry(), [], [], {}
-        self.launchers = Launchers(self.registry, self._tell, givers=lambda: self.givers)
+        self.launchers = Launchers(self.registry, self._tell, givers=lambda: self.givers, own=own)
 
     def _tell(self, sender, message):
         if isinstance(message, HostTaken):
@@ -101,6 +101,15 @@ class Hosts:
 
     def report(self, now, host, *instances, **more):
         self.launchers.hear(now, host.encode(), HostReport(host, 1, list(instances), **more))
+
+
+def test_the_launcher_of_the_masters_host_only_stands_still_when_it_is_silent():
+    """Were it gone, so would be the master; its instances serve on."""
+    hosts = Hosts(own="one")
+    hosts.report(0.0, "one", A)
+    hosts.report(0.0, "two", B)
+    hosts.launchers.tick(2 * LEASE)
+    assert hosts.registry.instances == {"a": A}
 
 
 def test_a_launcher_that_falls_silent_takes_its_instances_along():

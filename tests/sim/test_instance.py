@@ -6,7 +6,9 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.wire.engine import Snapshot
+from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.wire.engine import CacheDelta, Snapshot
+from penstock.kv.cache_log import LATEST, SOONEST
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON
@@ -70,6 +72,34 @@ def test_a_master_hears_every_report_of_idle_instances_whatever_comes_between(mo
         assert [number for _, number in reports] == list(range(1, len(reports) + 1))
         assert max(after - before for (before, _), (after, _) in pairwise(reports)) < instance.IDLE_REPORT + 0.1
     assert died - instance.IDLE_REPORT - 0.1 < heard["engine-1"][-1][0] < died, "and what a dying one has said"
+
+
+def test_it_tells_of_its_cache_as_an_engine_does(monkeypatch):
+    """A prompt at once, and what a request that has ended leaves; what decoding adds, block by block, is gathered."""
+    told = []
+
+    class Witness(Master):
+        def tick(self, now, happening=None):
+            match happening:
+                case FromEngine(_, CacheDelta(whole=False) as delta):
+                    told.append((now, len(delta.added)))
+            return super().tick(now, happening)
+
+    monkeypatch.setattr(cluster, "Master", Witness)
+    scenario = read(ONE_LINE.replace("count: 2", "count: 1"))
+    _, whole = run(scenario, "unified", trace=[work(0, prompt=200, output=3000)])
+    whole.settle(1.0)
+    (record,) = whole.records
+    soon, late = SOONEST + 0.02, LATEST + 0.02
+    assert record.received == 3000
+    assert sum(count for _, count in told) == (200 + 3000 - 1) // BLOCK_TOKENS
+    (first, blocks), *between, (last, _) = told
+    assert blocks == 200 // BLOCK_TOKENS
+    assert record.first < first < record.first + soon
+    assert record.ended < last < record.ended + soon
+    times = [first, *(at for at, _ in between)]
+    assert len(times) > 2
+    assert all(LATEST <= after - before < late for before, after in pairwise(times))
 
 
 def test_an_online_request_ends_a_step_of_offline_ones(monkeypatch):

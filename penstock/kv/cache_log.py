@@ -1,18 +1,9 @@
-"""What can be found in an engine's cache: for the master (`CacheLog`, as often as `DeltaPace` says), and for the
-engine's next incarnation (`PoolLedger`)."""
+"""What comes and goes in an instance's cache, to be told to the master (`CacheLog`), and how often (`DeltaPace`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from math import inf
-from typing import TYPE_CHECKING
-
-from penstock.kv.pool import Published
-
-if TYPE_CHECKING:
-    from penstock.transfer.pool import KVPool
-    from penstock.transfer.records import Records
-
 
 SOONEST, LATEST = 0.05, 3.0  # seconds between two reports of what has changed
 MANY = 64  # changed keys that are worth a report
@@ -84,26 +75,3 @@ class DeltaPace:
 
     def told(self, now: float) -> None:
         self._at, self.hurries = now, False
-
-
-class PoolLedger:
-    """The records of a shared pool, for later incarnations."""
-
-    def __init__(self, pool: KVPool, records: Records) -> None:
-        self._memory = pool.memory
-        self._records = records
-
-    def clear(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._records.clear(block)
-
-    def write(self, published: Published) -> None:
-        known = self._records.get(published.block)
-        if known is None or known.key != published.key:  # else another instance wrote the block and its record
-            checksum = self._memory.checksum(published.block)
-            self._records.put(published.block, published.key, published.parent, checksum)
-
-
-def ledger_of(pool: KVPool | None) -> PoolLedger | None:
-    """None where blocks do not outlive the process."""
-    return None if pool is None or pool.client is None else PoolLedger(pool, pool.client.records)

@@ -1,8 +1,8 @@
-"""How often an engine tells what has changed in its cache."""
+"""How often an instance tells what has changed in its cache."""
 
 import pytest
 
-from penstock.engine.cache_log import LATEST, MANY, SOONEST, CacheLog, DeltaPace
+from penstock.kv.cache_log import LATEST, MANY, SOONEST, CacheLog, DeltaPace
 
 
 def keys(*numbers):
