@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar
 from penstock.core.errors import Unavailable
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.bounded import Crew
-from penstock.transfer.memory import PAGE, PoolMemory, checksum_of
+from penstock.transfer.memory import PAGE, PoolMemory, checksum_of, copy_bytes
 
 T = TypeVar("T")
 log = logging.getLogger("penstock.transfer")
@@ -166,7 +166,7 @@ class BlockStore:
         for slot, (key, data) in enumerate(group):
             assert len(data) == self.block_bytes
             record = self._memory.block(slot)
-            self._block(slot)[:] = data
+            copy_bytes(data, self._block(slot))
             record[:HEAD_BYTES] = self._head(key, checksum_of(self._block(slot)))
         return self._each(self._backend.write, self._backend.batch, [key for key, _ in group], range(len(group)))
 
@@ -174,7 +174,7 @@ class BlockStore:
         came = self._each(self._read, self._backend.batch, [key for key, _ in group], range(len(group)))
         count = came.index(False) if False in came else len(came)
         for slot, (_, buffer) in enumerate(group[:count]):
-            buffer[:] = self._block(slot)
+            copy_bytes(self._block(slot), buffer)
         return count
 
     def _read(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[bool]:

@@ -18,6 +18,14 @@ def checksum_of(data: memoryview) -> int:
     return xxh3_64_intdigest(data)
 
 
+def copy_bytes(data: memoryview, into: memoryview) -> None:
+    """As many of them as there are. Other threads run meanwhile, which they do not while a slice is assigned to."""
+    import numpy as np
+
+    assert len(data) == len(into)
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+
+
 class PoolMemory:
     """`num_blocks` blocks of `block_bytes` bytes each, mapped whole.
 

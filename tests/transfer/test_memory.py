@@ -3,12 +3,15 @@
 import mmap
 import os
 import random
+import sys
+import threading
+import time
 import weakref
 
 import pytest
 
 from penstock.kv.keys import KEY_BYTES
-from penstock.transfer.memory import PoolMemory
+from penstock.transfer.memory import PoolMemory, copy_bytes
 from penstock.transfer.records import RECORD_BYTES, Record, Records
 
 KEY, PARENT = b"k" * KEY_BYTES, b"p" * KEY_BYTES
@@ -153,3 +156,28 @@ def test_the_mapping_starts_where_it_says(memory):
     memory.block(2)[:3] = b"abc"
     assert ctypes.string_at(memory.address + 2 * 8192, 3) == b"abc"
     assert memory.address % mmap.PAGESIZE == 0
+
+
+def test_other_threads_run_while_bytes_are_copied():
+    """With so long a switch interval they do only where the interpreter is let go of."""
+    source, target, ticks, ended = memoryview(bytes(64 << 20)), memoryview(bytearray(64 << 20)), 0, False
+
+    def tick():
+        nonlocal ticks
+        while not ended:
+            ticks += 1
+            time.sleep(1e-4)
+
+    thread, interval = threading.Thread(target=tick), sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        thread.start()
+        before, tries = ticks, 0
+        while ticks == before and tries < 100:
+            copy_bytes(source, target)
+            tries += 1
+        assert ticks > before
+    finally:
+        ended = True
+        sys.setswitchinterval(interval)
+        thread.join()
