@@ -26,6 +26,8 @@ FLAGS = {  # of penstock serve: title -> names
         "allowed-headers",
         "allow-credentials",
     ),
+    "tools and reasoning": ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"),
+    "files and batches": ("batch-dir", "max-file-size"),
     "API keys": ("api-key", "api-key-file", "share-prefixes"),
     "TLS": ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs"),
     "limits": (
@@ -83,6 +85,10 @@ EXAMPLES = {
     ),
     "join": ("penstock join 10.0.0.1:7600 second.yaml",),
     "chat": ("penstock chat", "penstock chat --base-url https://llm.example --system 'Answer in one sentence.'"),
+    "batch": (
+        "penstock batch requests.jsonl -o answers.jsonl",
+        "penstock batch requests.jsonl -o answers.jsonl --url http://10.0.0.1:8000",
+    ),
     "top": ("penstock top", "penstock top --url http://10.0.0.1:8000 --json"),
     "explain": ("penstock explain REQUEST", "penstock explain REQUEST --file decisions.bin --policy round_robin"),
     "replay": ("penstock replay FOLDER --serve ./checkpoint", "penstock replay FOLDER --request REQUEST"),
