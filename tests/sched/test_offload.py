@@ -60,6 +60,19 @@ def test_every_full_block_is_copied_once():
     assert engine.scheduler.offload.lanes[0].stored_blocks == len(engine.scheduler.offload.lanes[0].tier.keys()) == 4
 
 
+def test_what_nothing_below_goes_on_with_is_not_looked_for_block_by_block():
+    engine, looked = small(), list[bytes]()
+    (lane,) = engine.scheduler.offload.lanes
+    slot = lane.tier.slot
+    lane.tier.slot = lambda key: looked.append(key) or slot(key)
+    engine.scheduler.add(request("first", PROMPT, 1))
+    assert not looked
+    run(engine)
+    looked.clear()  # for the checks of it
+    engine.scheduler.add(request("again", PROMPT, 1))
+    assert not looked
+
+
 @pytest.fixture
 def waiting() -> Engine:
     """One in which "again" waits for PROMPT's blocks."""

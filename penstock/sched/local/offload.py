@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.connector import Move
-from penstock.kv.groups import held_of, key_of, keys_of_all, parent_of, reach
+from penstock.kv.groups import WHOLE, held_of, key_of, keys_of_all, parent_of, reach
 from penstock.kv.pool import BlockPool, Hit
 from penstock.kv.shared_tier import SharedTier
 from penstock.sched.local.lane import Lane
@@ -349,6 +349,10 @@ class Offload:
         """What could be loaded: from the quickest tier alone, from the two quickest, and so on, as far as each of them
         makes more of it."""
         choices, end = list[_Choice](), cached
+        if sequence.windows == WHOLE and not any(
+            lane.tier.has(key) for key in named[0][end : end + 1] for lane in self.lanes
+        ):
+            return choices  # who is next and has no room comes by at every step: most have nothing below the device
         homes: list[list[Lane | None]] = [[None] * len(table) for table in tables]
         found = [list(table) for table in tables]
         for lane in sorted((lane for lane in self.lanes if lane.is_open), key=lambda lane: lane.seconds_each):
