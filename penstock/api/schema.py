@@ -584,9 +584,12 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_
     if given.get("use_beam_search"):
         defaults = {name: value for name, value in defaults.items() if name not in NOT_WITH_BEAMS}
     try:
-        return SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
+        params = SamplingParams(**{"max_tokens": body.default_max_tokens, **defaults, **given})
     except InvalidRequest as error:
         raise body.named(error) from None
+    if params.thinking is not None:
+        check_token_ids([*params.thinking.start, *params.thinking.end], vocab_size, "thinking")
+    return params
 
 
 def service_level(body: ServedBody, headers: Mapping[str, str]) -> ServiceLevel:
