@@ -35,8 +35,9 @@ class Thinking:
             return value
         if not isinstance(value, dict) or not value.keys() <= {"start", "end", "budget"}:
             raise InvalidRequest(f"{FIELD}: {_short(value)}, allowed is an object with start, end and budget", FIELD)
-        start = () if value.get("start") is None else value["start"]
-        end, budget = value.get("end"), _whole(value.get("budget"))
+        start: Any = () if value.get("start") is None else value["start"]
+        end: Any = value.get("end")
+        budget = _whole(value.get("budget"))
         for name, tokens, least in (("start", start, 0), ("end", end, 1)):
             fits = isinstance(tokens, list | tuple) and least <= len(tokens) <= MAX_TOKENS
             if not fits or not all(type(token) is int and token >= 0 for token in map(_whole, tokens)):
