@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.api.block_schema import messages_fields, response_fields
-from penstock.api.messages import MessagesBody
+from penstock.api.messages import CountBody, MessagesBody
 from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
     FOREIGN,
@@ -146,7 +146,7 @@ def _of_turn(model: type[Body], schema: Schema, max_model_len: int) -> Schema:
         fields["slo"] = NULL
     for name in fields.keys() & RANGES.keys() - {"max_tokens"}:
         fields[name] |= RANGES[name]
-    if max_model_len:
+    if max_model_len and not issubclass(model, CountBody):
         fields[limit]["maximum"] = max_model_len - 1
     return _without_unserved(model, schema)
 

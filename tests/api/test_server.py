@@ -91,7 +91,7 @@ async def test_openai_errors(url: str, frontend: Any) -> None:
             await client.chat.completions.create(model="tiny", messages=HI, temperature=-1)
         assert caught.value.param == "temperature"
         tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-        with pytest.raises(openai.BadRequestError, match="tools"):
+        with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
             await client.chat.completions.create(model="tiny", messages=HI, tools=tools)
         frontend.script = lambda generation: generation.fail(Overloaded("full", 7))
         with pytest.raises(openai.RateLimitError) as limited:

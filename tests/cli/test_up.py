@@ -69,7 +69,10 @@ def test_whoever_serves_everybody_is_told(top, ours, open_to_all):
     [
         ("remote-cache: 'redis://host:6379'", "--remote-cache: 'redis://host:6379', allowed: file://"),
         ("remote-cache: 'file:///mnt?sise=1G'", "--remote-cache: file has no option 'sise', allowed: size, timeout"),
-        ("remote-cache: 'file:///mnt', tensor-parallel-size: 2", "--remote-cache: 'file:///mnt', not supported yet"),
+        (
+            "device: cuda, remote-cache: 'file:///mnt', tensor-parallel-size: 2",
+            "--remote-cache: 'file:///mnt', not supported yet",
+        ),
         ("remote-cache: 'file:///mnt', enable-prefix-caching: false", "--remote-cache: 'file:///mnt' without prefix"),
         ("disk-cache: /tmp, enable-prefix-caching: false", "--disk-cache-size: 16.0 GiB without prefix caching"),
         ("host-cache-memory: 1G", "--host-cache-memory: 1.0 GiB below a CPU"),

@@ -133,6 +133,7 @@ def test_each_line_is_answered_once_whoever_is_killed(tmp_path, victims, count):
             earlier = up.kill(name)
             up.wait_restarted(name, earlier)
             done = column("completed")
+        eventually(lambda: httpx.get(up.urls[1] + "/ready", timeout=10).status_code == 200, 60, up.log)
         other = httpx.post(up.urls[1] + "/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=60)
         assert other.status_code == 200
         client = client_of(up.urls[1])

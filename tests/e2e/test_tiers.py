@@ -139,6 +139,7 @@ SPEEDS = {"disk-cache-gbps": 300, "remote-cache-gbps": 200}
 BLOCK = 64 * 147456  # bytes of qwen3-8b's KV
 
 
+@pytest.mark.slow
 def test_hits_are_told_by_tier_where_all_tiers_are_on(tmp_path, capsys, monkeypatch):
     """Of the device, the host's memory, a disk, a store and a peer: each prompt token that was found is of one of them,
     and a cache without end is counted beside them."""

@@ -19,7 +19,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import AskCache, CacheDelta, Peer, Ready, Shutdown, StepReport
 from penstock.engine.modelled import ModelledOptions, build_modelled
-from penstock.engine.modelled_tier import ModelledSlots, PacedCarrier
+from penstock.engine.modelled_tier import ModelledSlots, PacedCopier
 from penstock.engine.server import EngineServer, stats_of
 from penstock.kv.connector import Move
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
@@ -80,7 +80,7 @@ def test_a_block_takes_as_long_as_its_kv_would():
 
 
 class NoStore:
-    """A `Carrier` that takes no time; half of what is asked for has come."""
+    """A `Copier` that takes no time; half of what is asked for has come."""
 
     piece, block_bytes, away, full = 1, 512, False, False
 
@@ -99,11 +99,11 @@ class NoStore:
 def test_what_goes_to_a_store_takes_as_long_as_kv_would_or_as_it_does_if_that_is_longer():
     for seconds, least in ((100.0, 99.0), (0.0, 0.0)):
         slept: list[float] = []
-        carrier = PacedCarrier(NoStore(), seconds=seconds, block_bytes=8 << 20, sleep=slept.append)
+        copier = PacedCopier(NoStore(), seconds=seconds, block_bytes=8 << 20, sleep=slept.append)
         moves = [Move(block, 0, b"") for block in range(4)]
-        carrier.store(moves)
-        assert carrier.load(moves) == carrier.find(moves) == 2
-        assert carrier.block_bytes == 8 << 20
+        copier.store(moves)
+        assert copier.load(moves) == copier.find(moves) == 2
+        assert copier.block_bytes == 8 << 20
         stored, loaded = slept
         assert 4 * least <= stored <= 4 * seconds
         assert 2 * least <= loaded <= 2 * seconds, "of those that came"

@@ -180,7 +180,7 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "host: [a, b]", "up.yaml:4: host: a list, allowed is one value"),
         (SMALLEST + "host: {a: b}", "up.yaml:4: host: a section, allowed is one value"),
         (SMALLEST + "prot: 1", "up.yaml:4: prot: no such setting, did you mean port?"),
-        (SMALLEST + "zzz: 1", "up.yaml:4: zzz: no such setting, allowed are api-key, "),
+        (SMALLEST + "zzz: 1", "up.yaml:4: zzz: no such setting, allowed are allow-credentials, "),
         (SMALLEST + "? [a]\n: 1", "up.yaml:4: ?: no such setting"),
         (
             SMALLEST + "max-num-seqs: 8",
