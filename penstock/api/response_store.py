@@ -19,7 +19,11 @@ CREATE TABLE IF NOT EXISTS response (
     tenant TEXT NOT NULL, id TEXT NOT NULL, at REAL NOT NULL, size INTEGER NOT NULL, response BLOB NOT NULL,
     messages BLOB NOT NULL, PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_age ON response (at);
+CREATE INDEX IF NOT EXISTS by_age ON response (at, size);
+CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT * FROM total);
+CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON response BEGIN UPDATE total SET bytes = bytes + new.size; END;
+CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON response BEGIN UPDATE total SET bytes = bytes - old.size; END;
 """
 
 
@@ -50,22 +54,19 @@ class ResponseStore:
         self._base.executescript(SCHEMA)
 
     def put(self, tenant: str, name: str, response: bytes, messages: list[dict[str, Any]]) -> None:
-        """Nothing that is larger than all of it is kept."""
+        """Nothing that is larger than all of it is kept. Of one name the newest is."""
         packed = msgspec.msgpack.encode(messages)
         size = len(response) + len(packed)
         if size > self._max_bytes:
             return
         with self._change() as base:
             row = (tenant, name, time.time(), size, response, packed)
-            base.execute("INSERT OR REPLACE INTO response VALUES (?, ?, ?, ?, ?, ?)", row)
+            base.execute("DELETE FROM response WHERE tenant = ? AND id = ?", (tenant, name))
+            base.execute("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?)", row)
             base.execute("DELETE FROM response WHERE at < ?", (time.time() - MAX_AGE,))
-            beyond = self.bytes - self._max_bytes
-            oldest = "SELECT tenant, id, size FROM response ORDER BY at"
-            for tenant_, name_, size_ in base.execute(oldest).fetchall() if beyond > 0 else ():
+            while self.bytes > self._max_bytes:
+                tenant_, name_ = base.execute("SELECT tenant, id FROM response ORDER BY at LIMIT 1").fetchone()
                 base.execute("DELETE FROM response WHERE tenant = ? AND id = ?", (tenant_, name_))
-                beyond -= size_
-                if beyond <= 0:
-                    break
 
     def get(self, tenant: str, name: str) -> Kept | None:
         with self._lock:
@@ -80,7 +81,7 @@ class ResponseStore:
 
     @property
     def bytes(self) -> int:
-        return int(self._base.execute("SELECT COALESCE(SUM(size), 0) FROM response").fetchone()[0])
+        return int(self._base.execute("SELECT bytes FROM total").fetchone()[0])
 
     def close(self) -> None:
         self._base.close()

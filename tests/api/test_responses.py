@@ -153,6 +153,9 @@ def test_the_oldest_go_when_there_are_too_many_and_frontends_share_them(tmp_path
     found = other.get("", "r9")
     assert found is not None
     assert found.messages == [{"role": "user", "content": "9"}]
+    before = store.bytes
+    other.put("", "r9", b"y" * 400, [{"role": "user", "content": "9"}])
+    assert store.bytes == before
     store.put("", "huge", b"x" * 3000, [])
     assert store.get("", "huge") is None
     assert store.get("somebody", "r9") is None
