@@ -27,7 +27,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", application())
 
 
 @schema.parametrize()
-@settings(max_examples=10, **RELAXED)
+@settings(max_examples=6, **RELAXED)
 def test_nothing_that_is_undocumented_comes_back(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
 

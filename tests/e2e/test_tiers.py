@@ -67,12 +67,13 @@ class Asked:
         return self.server.metric("kv_bytes_moved_total", to="remote")
 
 
-@pytest.fixture(params=["file", pytest.param("mooncake", marks=[NEEDS_MOONCAKE, pytest.mark.slow])])
+@pytest.fixture(params=["file", pytest.param("mooncake", marks=NEEDS_MOONCAKE)])
 def place(request, tmp_path):
     with PLACES[request.param](tmp_path / "shared") as place:
         yield place
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(ENTER) and shutil.which("setpriv") is None, reason="there is no setpriv (util-linux)")
 def test_servers_share_a_store_whatever_becomes_of_it(place, tmp_path):
     """Two engines of a deployment, and after that has ended a server that finds all of it at once."""
