@@ -153,19 +153,15 @@ def _module(name: str) -> ModuleType:
 
         module.__version__ = _version()  # type: ignore[attr-defined]
         module._prev_minor_version = lambda: "0"  # type: ignore[attr-defined]
-    elif name == "vllm":
-        module.version = _import("vllm.version")  # type: ignore[attr-defined]
     return module
 
 
 def _absent(module: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
+    if (module, name) == ("vllm", "version"):
+        return importlib.import_module("vllm.version")
     return MagicMock(name=f"{module}.{name}")
-
-
-def _import(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
