@@ -17,6 +17,7 @@ from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.schema import SHORT, Body, ChatBody, Int32, Messages, Strings, service_level, whole_number
 from penstock.api.sse import encode
+from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
@@ -144,11 +145,11 @@ def _messages(system: str | list[Block] | None, given: list[Block]) -> tuple[lis
         role, content = message.get("role"), message.get("content")
         where = f"messages[{i}]"
         if role not in ("user", "assistant"):
-            raise _wrong(f"{where}.role", role, "'user' or 'assistant'")
+            raise wrong_value(f"{where}.role", role, "'user' or 'assistant'")
         if isinstance(content, str):
             made.append((i, {"role": role, "content": content}))
         elif not isinstance(content, list):
-            raise _wrong(f"{where}.content", content, "a string, or a list of blocks")
+            raise wrong_value(f"{where}.content", content, "a string, or a list of blocks")
         elif role == "user":
             made += [(i, each) for each in _of_user(content, f"{where}.content")]
         else:
@@ -184,7 +185,7 @@ def _of_assistant(blocks: list[Block], where: str) -> Fields:
             thoughts.append(_string(block, "thinking", at))
         elif kind == "tool_use":
             if not isinstance(block.get("input"), dict):
-                raise _wrong(f"{at}.input", block.get("input"), "an object")
+                raise wrong_value(f"{at}.input", block.get("input"), "an object")
             function = {"name": _string(block, "name", at), "arguments": json.dumps(block["input"])}
             calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
         elif kind != "redacted_thinking":
@@ -201,7 +202,7 @@ def _text(content: str | list[Block], where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, content, "a string, or a list of blocks")
+        raise wrong_value(where, content, "a string, or a list of blocks")
     texts = []
     for j, block in enumerate(content):
         if (kind := _kind(block, f"{where}[{j}]")) != "text":
@@ -216,7 +217,7 @@ def _tools(tools: list[Block] | None, choice: Block | None) -> Fields:
         if (kind := tool.get("type")) not in (None, "custom"):
             raise UnsupportedField(f"tools[{i}].type: {SHORT.repr(kind)}, allowed is 'custom'", f"tools[{i}].type")
         if not isinstance(tool.get("input_schema"), dict):
-            raise _wrong(f"tools[{i}].input_schema", tool.get("input_schema"), "a JSON Schema, an object")
+            raise wrong_value(f"tools[{i}].input_schema", tool.get("input_schema"), "a JSON Schema, an object")
         function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
         declared.append({"type": "function", "function": function | {"parameters": tool["input_schema"]}})
     if choice is None:
@@ -225,10 +226,10 @@ def _tools(tools: list[Block] | None, choice: Block | None) -> Fields:
     chosen: dict[Any, object] = {"auto": "auto", "any": "required", "none": "none"}
     chosen["tool"] = {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in chosen:
-        raise _wrong("tool_choice.type", kind, "'auto', 'any', 'tool' or 'none'")
+        raise wrong_value("tool_choice.type", kind, "'auto', 'any', 'tool' or 'none'")
     serial = choice.get("disable_parallel_tool_use")
     if serial is not None and not isinstance(serial, bool):
-        raise _wrong("tool_choice.disable_parallel_tool_use", serial, "true or false")
+        raise wrong_value("tool_choice.disable_parallel_tool_use", serial, "true or false")
     return {
         "tools": declared or None,
         "tool_choice": chosen[kind],
@@ -240,12 +241,12 @@ def _thinking(said: Block | None, effort: Any, thinks: bool) -> Fields:
     """Without a word of it there is none, as with Anthropic."""
     kind = "disabled" if said is None else said.get("type")
     if kind not in THINKING:
-        raise _wrong("thinking.type", kind, ", ".join(THINKING))
+        raise wrong_value("thinking.type", kind, ", ".join(THINKING))
     if effort not in EFFORTS:
-        raise _wrong("output_config.effort", effort, ", ".join(each for each in EFFORTS if each))
+        raise wrong_value("output_config.effort", effort, ", ".join(each for each in EFFORTS if each))
     budget = (said or {}).get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
-        raise _wrong("thinking.budget_tokens", budget, "a whole number at least 1")
+        raise wrong_value("thinking.budget_tokens", budget, "a whole number at least 1")
     if not thinks:
         return {}
     if kind == "disabled":
@@ -258,20 +259,20 @@ def _form(said: Any) -> Fields | None:
     if said is None:
         return None
     if not isinstance(said, dict) or said.get("type") != "json_schema" or not isinstance(said.get("schema"), dict):
-        raise _wrong("output_config.format", said, "{'type': 'json_schema', 'schema': ...}")
+        raise wrong_value("output_config.format", said, "{'type': 'json_schema', 'schema': ...}")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": said["schema"]}}
 
 
 def _kind(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
-        raise _wrong(where, block, "an object with a type")
+        raise wrong_value(where, block, "an object with a type")
     return kind
 
 
 def _string(block: Block, name: str, where: str) -> str:
     if not isinstance(value := block.get(name), str):
-        raise _wrong(f"{where}.{name}", value, "a string")
+        raise wrong_value(f"{where}.{name}", value, "a string")
     return value
 
 
@@ -279,11 +280,6 @@ def _unknown(where: str, kind: str, allowed: str) -> UnsupportedField:
     return UnsupportedField(
         f"{where}.type: {SHORT.repr(kind)} is not supported, allowed are {allowed}", f"{where}.type"
     )
-
-
-def _wrong(field: str, value: object, allowed: str) -> InvalidRequest:
-    problem = "missing, it is required" if value is None else f"{SHORT.repr(value)}, allowed is {allowed}"
-    return InvalidRequest(f"{field}: {problem}", field)
 
 
 # --- an answer

@@ -17,6 +17,7 @@ from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
+from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}], [0]
     if not isinstance(given, list) or not given or not all(isinstance(item, dict) for item in given):
-        raise _wrong("input", given, "a string, or a list of at least one item, each an object")
+        raise wrong_value("input", given, "a string, or a list of at least one item, each an object")
     made: list[Fields] = []
     places: list[int] = []
     thought = ""
@@ -219,7 +220,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(where, content, "a string, or a list of parts")
+        raise wrong_value(where, content, "a string, or a list of parts")
     texts = []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -265,7 +266,7 @@ def _format(text: Item | None) -> Item | None:
     if kind == "json_schema":
         return {"type": kind, "json_schema": {key: value for key, value in given.items() if key != "type"}}
     if kind not in ("text", "json_object"):
-        raise _wrong("text.format", given, "an object of type 'text', 'json_object' or 'json_schema'")
+        raise wrong_value("text.format", given, "an object of type 'text', 'json_object' or 'json_schema'")
     return {"type": kind}
 
 
@@ -276,10 +277,5 @@ def _effort(reasoning: Item | None) -> Any:
 def _string(part: Any, name: str, where: str) -> str:
     value = part.get(name) if isinstance(part, dict) else None
     if not isinstance(value, str):
-        raise _wrong(f"{where}.{name}", value, "a string")
+        raise wrong_value(f"{where}.{name}", value, "a string")
     return value
-
-
-def _wrong(field: str, value: object, allowed: str) -> InvalidRequest:
-    problem = "missing, it is required" if value is None else f"{SHORT.repr(value)}, allowed is {allowed}"
-    return InvalidRequest(f"{field}: {problem}", field)

@@ -152,12 +152,12 @@ def _among(declared: list[Tool], allowed: list[Function], choice: dict[str, Any]
     field = "tool_choice.allowed_tools"
     said = choice.get("allowed_tools")
     if not isinstance(said, dict):
-        raise _wrong(field, said, "an object with mode and tools")
+        raise wrong_value(field, said, "an object with mode and tools")
     mode, names = said.get("mode"), said.get("tools")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{field}.mode", mode, "'auto' or 'required'")
+        raise wrong_value(f"{field}.mode", mode, "'auto' or 'required'")
     if not isinstance(names, list) or not names:
-        raise _wrong(f"{field}.tools", names, "a list of at least one tool")
+        raise wrong_value(f"{field}.tools", names, "a list of at least one tool")
     some = [_wanted(each, f"{field}.tools[{i}]", allowed) for i, each in enumerate(names)]
     return ToolUse(declared, some, mode, None, several)
 
@@ -170,7 +170,7 @@ def _wanted(said: Any, field: str, allowed: list[Function]) -> Function:
         if one.name == name:
             return one
     names = ", ".join(one.name for one in allowed[:20])
-    raise _wrong(f"{field}.function.name", name, f"the name of one of tools: {names}")
+    raise wrong_value(f"{field}.function.name", name, f"the name of one of tools: {names}")
 
 
 def _declared(tools: Any) -> list[Tool]:
@@ -189,10 +189,10 @@ def _function(tool: Tool, place: int) -> Function:
         raise error(f"{field}.type: {SHORT.repr(kind)}, allowed is 'function'", f"{field}.type")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _wrong(f"{field}.function", function, "an object with a name")
+        raise wrong_value(f"{field}.function", function, "an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
-        raise _wrong(f"{field}.function.name", name, f"a string of 1 to {MAX_NAME_CHARS} characters")
+        raise wrong_value(f"{field}.function.name", name, f"a string of 1 to {MAX_NAME_CHARS} characters")
     for key, types, allowed in (
         ("description", str, "a string"),
         ("parameters", dict, "a JSON Schema, an object"),
@@ -200,13 +200,14 @@ def _function(tool: Tool, place: int) -> Function:
     ):
         value = function.get(key)
         if value is not None and not isinstance(value, types):
-            raise _wrong(f"{field}.function.{key}", value, allowed)
+            raise wrong_value(f"{field}.function.{key}", value, allowed)
     parameters = function.get("parameters") or NOTHING
     if not any(key in parameters for key in ("type", "$ref", "allOf", "anyOf", "oneOf", "enum", "const")):
         parameters = {"type": "object", **parameters}
     return Function(place, name, parameters, function.get("strict") is True)
 
 
-def _wrong(field: str, value: object, allowed: str) -> InvalidRequest:
+def wrong_value(field: str, value: object, allowed: str) -> InvalidRequest:
+    """What is said of a field that is missing, or has a value that is not allowed."""
     problem = "missing, it is required" if value is None else f"{SHORT.repr(value)}, allowed is {allowed}"
     return InvalidRequest(f"{field}: {problem}", field)
