@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 Count = Annotated[int, Meta(ge=0)]
 FinishReason = Literal["stop", "length", "abort"]
+Tier = Literal["default", "flex", "priority"]
 
 
 class CachedTokens(msgspec.Struct):
@@ -68,8 +69,8 @@ class AssistantMessage(msgspec.Struct):
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType | None = UNSET
-    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -78,18 +79,24 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None
 
 
-class ChatCompletion(msgspec.Struct):
+class Answer(msgspec.Struct):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    service_tier: Tier | None
+    system_fingerprint: str | None
+    kv_transfer_params: None
+
+
+class ChatCompletion(Answer, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
 
 
 # --- completions
@@ -108,18 +115,14 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType | None = UNSET
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
 
 
-class Completion(msgspec.Struct):
-    id: str
+class Completion(Answer, kw_only=True):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 # --- embeddings

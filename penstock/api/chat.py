@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,8 +12,8 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.message import MessageReader
-from penstock.api.openai import Envelope, usage_body
+from penstock.api.message import MessageReader, plain_message
+from penstock.api.openai import Envelope, beside, head, usage_body
 from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
 from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
@@ -220,16 +219,16 @@ class ChatShape:
 
     def __init__(self, body: ChatBody, frontend: Frontend, model: str, request_id: str, turn: Turn) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+        self._head = head(f"chatcmpl-{request_id}", kind, model, body)
         self._tokenizer = frontend.tokenizer
         self._token_ids = bool(body.return_token_ids)
+        self._beside = beside(frontend, body)
         self._prompt = turn.prompt
         self._n = turn.params.n
         self._readers = turn.readers
         self._named = body.tool_use is not None and body.tool_use.named is not None
         self._envelope = Envelope(self._head, body.include_usage)
         self.closing, self.failure = self._envelope.closing, self._envelope.failure
-        self.shows_tokens = self._token_ids or bool(body.logprobs)
         self.counts = body.continuous_usage
         self.count = self._envelope.count
 
@@ -239,24 +238,21 @@ class ChatShape:
         return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
 
     def content(self, delta: Delta) -> bytes:
+        last = delta.finish_reason is not None
+        if self._readers:
+            said = self._readers[delta.index].push(delta.text, last=last)
+        else:
+            said = {"content": delta.text} if delta.text or not last else {}
         choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": self._readers[delta.index].push(delta.text) if self._readers else {"content": delta.text},
+            "delta": said,
             "logprobs": self._logprobs(delta),
-            "finish_reason": None,
+            "finish_reason": self._finish_reason(delta),
         }
+        if last:
+            choice["stop_reason"] = delta.stop_reason
         if self._token_ids:
             choice["token_ids"] = delta.tokens
-        return self._envelope.event(choice)
-
-    def finish(self, delta: Delta) -> bytes:
-        choice = {
-            "index": delta.index,
-            "delta": self._readers[delta.index].finish() if self._readers else {},
-            "logprobs": None,
-            "finish_reason": self._finish_reason(delta),
-            "stop_reason": delta.stop_reason,
-        }
         return self._envelope.event(choice)
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
@@ -267,19 +263,19 @@ class ChatShape:
                 "logprobs": self._logprobs(output),
                 "finish_reason": self._finish_reason(output),
                 "stop_reason": output.stop_reason,
-                **({"token_ids": output.tokens} if self._token_ids else {}),
+                "token_ids": output.tokens if self._token_ids else None,
             }
             for output in outputs
         ]
-        beside: dict[str, Any] = self._prompt_ids()
-        if (found := outputs[0].prompt_logprobs) is not None:
-            beside["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._prompt, found)
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **beside}
+        found = outputs[0].prompt_logprobs
+        scored = None if found is None else prompt_logprobs(self._tokenizer, self._prompt, found)
+        of_prompt = {"prompt_logprobs": scored, "prompt_token_ids": self._prompt if self._token_ids else None}
+        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside, **of_prompt}
 
     def _message(self, output: Delta) -> dict[str, Any]:
         if self._readers:
             return self._readers[output.index].whole(output.text)
-        return {"role": "assistant", "content": output.text, "refusal": None}
+        return plain_message(output.text)
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it: an output that ends with calls says so, but not where the one call was named."""

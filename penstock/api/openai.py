@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from penstock.api.errors import error_row
+from penstock.api.schema import GenerationBody
 from penstock.api.sse import encode
 from penstock.service.generation import Usage
+
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
 
 DONE = b"data: [DONE]\n\n"
 
@@ -44,6 +49,21 @@ class Envelope:
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         return b"data: " + encode(error_row(error, request_id)[1]) + b"\n\n"
+
+
+def head(identity: str, kind: str, model: str, body: GenerationBody) -> dict[str, Any]:
+    """What an answer and all of its events begin with."""
+    tier = {} if body.service_tier is None else {"service_tier": body.served_tier}
+    return {"id": identity, "object": kind, "created": int(time.time()), "model": model, **tier}
+
+
+def beside(frontend: Frontend, body: GenerationBody) -> dict[str, Any]:
+    """What a whole answer has beside its choices, as vLLM has it, and their log-probabilities."""
+    return {
+        "service_tier": body.served_tier,
+        "system_fingerprint": frontend.fingerprint,
+        "kv_transfer_params": None,
+    }
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from penstock.api.errors import error_row
 from penstock.api.logprobs import chat_logprobs
 from penstock.api.message import Fields
 from penstock.api.response_store import ResponseStore
+from penstock.api.schema import TIERS
 from penstock.api.sse import encode
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
@@ -51,7 +52,6 @@ class ResponseShape:
         store: where the answer is kept; None where it is not.
     """
 
-    shows_tokens = False
     counts = False
 
     def __init__(
@@ -86,16 +86,16 @@ class ResponseShape:
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def content(self, delta: Delta) -> bytes:
-        fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text)
+        last = delta.finish_reason is not None
+        fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text, last=last)
         found: list[Item] = []
         if delta.logprobs is not None:
             found = chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)["content"]
-        return b"".join(self._deltas(fields, found))
-
-    def finish(self, delta: Delta) -> bytes:
-        events = [] if self._reader is None else [*self._deltas(self._reader.finish(), [])]
-        self._end(delta)
-        return b"".join([*events, *self._done()])
+        events = [*self._deltas(fields, found)]
+        if last:
+            self._end(delta)
+            events += self._done()
+        return b"".join(events)
 
     def closing(self, usage: Usage) -> bytes:
         response = self._response(usage)
@@ -112,7 +112,6 @@ class ResponseShape:
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         (output,) = outputs
         self.content(output)
-        self.finish(output)
         response = self._response(usage)
         self._keep(response)
         return response
@@ -140,7 +139,7 @@ class ResponseShape:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-            "service_tier": body.service_tier or "default",
+            "service_tier": TIERS[body.service_tier or "default"],
             "store": self._store is not None,
             "temperature": body.temperature,
             "text": body.text or {"format": {"type": "text"}},

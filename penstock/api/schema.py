@@ -107,7 +107,8 @@ FOREIGN = {"ebnf", "grammar", "json_schema", "max_new_tokens", "no_repeat_ngram_
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SLO_HEADERS = {"ttft_ms": "x-llm-d-slo-ttft-ms", "tpot_ms": "x-llm-d-slo-tpot-ms"}
-TIERS = {None: False, "auto": False, "default": False, "flex": True}  # -> whether it is offline work
+TIERS = {"auto": "default", "default": "default", "scale": "default", "flex": "flex", "priority": "priority"}
+PRIORITY = -1  # of the tier of that name, where the request says none
 
 # pydantic's error types -> what would be allowed
 ALLOWED = {
@@ -231,6 +232,11 @@ class ServedBody(Body):
     prompt_cache_key: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+
+    @property
+    def served_tier(self) -> str | None:
+        """The tier by which it is served, where it asked for one; see `service_level`."""
+        return None if self.service_tier is None else TIERS[self.service_tier]
 
     @property
     def prefix_salt(self) -> str:
@@ -624,16 +630,19 @@ def service_level(body: ServedBody, headers: Mapping[str, str]) -> ServiceLevel:
         InvalidRequest: naming the field or header.
         UnsupportedField: a tier that is not served.
     """
-    if body.service_tier not in TIERS:
-        allowed = ", ".join(tier for tier in TIERS if tier)
+    if body.service_tier is not None and body.service_tier not in TIERS:
+        allowed = ", ".join(TIERS)
         raise UnsupportedField(
             f"service_tier: {SHORT.repr(body.service_tier)} is not supported, allowed are {allowed}", "service_tier"
         )
     targets = {name: _target(body, headers, name) for name in SLO_HEADERS}
-    offline = TIERS[body.service_tier]
+    offline = body.served_tier == "flex"
     if offline and any(target is not None for target in targets.values()):
         raise InvalidRequest("slo: given, allowed only without service_tier 'flex', which has no targets", "slo")
-    return ServiceLevel(**targets, priority=body.priority or 0, offline=offline, chat=body.conversation)
+    priority = PRIORITY if body.served_tier == "priority" else 0
+    if body.priority is not None:
+        priority = body.priority
+    return ServiceLevel(**targets, priority=priority, offline=offline, chat=body.conversation)
 
 
 def _target(body: ServedBody, headers: Mapping[str, str], name: str) -> float | None:

@@ -240,7 +240,7 @@ def test_messages_do_not_depend_on_how_their_text_comes(data: st.DataObject) -> 
 
     pieces = cut(said + text, data.draw(st.lists(st.integers(0, len(said + text)))))
     one = reader()
-    deltas = [*map(one.push, pieces), one.finish()]
+    deltas = [*map(one.push, pieces[:-1]), one.push(pieces[-1], last=True)]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     whole = reader().whole(said + text)
     assert folded(chunks) == unfolded({"message": whole, "finish_reason": None})
