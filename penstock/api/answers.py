@@ -82,6 +82,14 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | None
 
 
+class Timing(msgspec.Struct):
+    time_to_first_token_ms: float | UnsetType = UNSET
+    generation_time_ms: float | UnsetType = UNSET
+    queue_time_ms: float | UnsetType = UNSET
+    mean_itl_ms: float | UnsetType = UNSET
+    tokens_per_second: float | UnsetType = UNSET
+
+
 class Answer(msgspec.Struct):
     id: str
     created: int
@@ -90,6 +98,7 @@ class Answer(msgspec.Struct):
     service_tier: Tier | None
     system_fingerprint: str | None
     kv_transfer_params: None
+    metrics: Timing | UnsetType = UNSET
 
 
 class ChatCompletion(Answer, kw_only=True):
@@ -220,10 +229,10 @@ class Response(msgspec.Struct):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["completed", "incomplete", "queued", "in_progress", "failed", "cancelled"]
     model: str
     output: list[dict[str, Any]]
-    usage: ResponseUsage
+    usage: ResponseUsage | None
     previous_response_id: str | None
     incomplete_details: dict[str, str] | None
 
@@ -281,6 +290,10 @@ class Ready(msgspec.Struct):
     status: Literal["ready"]
 
 
+class Load(msgspec.Struct):
+    server_load: Count
+
+
 class Version(msgspec.Struct):
     version: str
 
@@ -301,12 +314,13 @@ class Sleeping(msgspec.Struct):
     is_sleeping: bool
 
 
-ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path -> what a 200 is, where that is JSON
+ANSWERS: dict[str, Any] = {  # path, or method and path -> what a 200 is, where that is JSON
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
     "/v1/responses": Response,
     "GET /v1/responses/{response}": Response,
     "DELETE /v1/responses/{response}": DeletedResponse,
+    "/v1/responses/{response}/cancel": Response,
     "/v1/messages": Message,
     "/v1/messages/count_tokens": MessageTokens,
     "/v1/embeddings": Embeddings,
@@ -321,6 +335,8 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path -> what
     "/v1/models/{model}": Model,
     "/health": Health,
     "/ready": Ready,
+    "/load": Load,
+    "/tokenizer_info": dict[str, Any],
     "/version": Version,
     "/overview": Overview,
     "/explain/{request}": Explained,

@@ -13,8 +13,8 @@ from starlette.types import Send
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.api.message import MessageReader, plain_message
-from penstock.api.openai import Envelope, beside, head, usage_body
-from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
+from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
+from penstock.api.schema import ChatBody, Prediction, check_token_ids, sampling_params, service_level
 from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
 from penstock.api.tools import ToolUse
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
     async def chat_completions(request: Request) -> UntilDisconnect:
-        body = await read_body(request, ChatBody)
+        body = defaults.applied(await read_body(request, ChatBody))
         level = service_level(body, request.headers)
         make = partial(ChatShape, body)
         return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, make))
@@ -106,7 +106,11 @@ async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     if use is not None and (form := _free_form(dialect, use, body, params)) is not None:
         params = dataclasses.replace(params, structured_outputs=form)
         await check_grammar(frontend, params, use.renamed)
-    prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
+    prompt = body.given_prompt
+    if prompt is None:
+        prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
+    else:
+        check_token_ids(prompt, frontend.vocab_size, "kv_transfer_params.prompt_token_ids")
     prompt = list(truncated(prompt, params, frontend.max_model_len))
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
@@ -127,6 +131,7 @@ async def prompt_of(frontend: Frontend, body: ChatBody, max_model_len: int | Non
     return await frontend.encode_chat(
         body.messages,
         size=body.size,
+        add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.opens_turn,
         continue_final_message=bool(body.continue_final_message),
         tools=None if body.tool_use is None else body.tool_use.declared,
@@ -226,16 +231,21 @@ class ChatShape:
         self._prompt = turn.prompt
         self._n = turn.params.n
         self._readers = turn.readers
-        self._named = body.tool_use is not None and body.tool_use.named is not None
+        self._one_call = body.tool_use is not None and body.tool_use.named is not None
         self._envelope = Envelope(self._head, body.include_usage)
-        self.closing, self.failure = self._envelope.closing, self._envelope.failure
+        self.failure = self._envelope.failure
+        self._by_id, self._timed = body.return_tokens_as_token_ids, body.shows_timing
+        self._echo = body.echoed
         self.counts = body.continuous_usage
         self.count = self._envelope.count
 
     def opening(self) -> list[bytes]:
-        role = {"role": "assistant", "content": ""}
+        role = {"role": "assistant", "content": self._echo}
         choices = [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(self._n)]
         return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._envelope.closing(usage, timing_body(usage) if self._timed else {})
 
     def content(self, delta: Delta) -> bytes:
         last = delta.finish_reason is not None
@@ -270,20 +280,22 @@ class ChatShape:
         found = outputs[0].prompt_logprobs
         scored = None if found is None else prompt_logprobs(self._tokenizer, self._prompt, found)
         of_prompt = {"prompt_logprobs": scored, "prompt_token_ids": self._prompt if self._token_ids else None}
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside, **of_prompt}
+        timed = timing_body(usage) if self._timed else {}
+        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside, **of_prompt, **timed}
 
     def _message(self, output: Delta) -> dict[str, Any]:
-        if self._readers:
-            return self._readers[output.index].whole(output.text)
-        return plain_message(output.text)
+        message = self._readers[output.index].whole(output.text) if self._readers else plain_message(output.text)
+        return message | {"content": self._echo + (message["content"] or "")} if self._echo else message
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it: an output that ends with calls says so, but not where the one call was named."""
         calls = self._readers[delta.index].calls if self._readers else 0
-        return "tool_calls" if calls and not self._named and delta.finish_reason == "stop" else delta.finish_reason
+        return "tool_calls" if calls and not self._one_call and delta.finish_reason == "stop" else delta.finish_reason
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        return None if delta.logprobs is None else chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)
+        if delta.logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs, self._by_id)
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         return {"prompt_token_ids": self._prompt} if self._token_ids else {}

@@ -12,7 +12,7 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
-from penstock.api.openai import Envelope, beside, head, usage_body
+from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
 from penstock.api.prompts import encoded
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
     async def completions(request: Request) -> UntilDisconnect:
-        body = await read_body(request, CompletionBody)
+        body = defaults.applied(await read_body(request, CompletionBody))
         level = service_level(body, request.headers)
         return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
 
@@ -94,9 +94,11 @@ class CompletionShape:
         self._echoes = [echo for echo in echoes for _ in range(params.n)]
         self._logprobs: list[CompletionLogprobs] = []  # by output, where asked for
         if params.logprobs is not None:
-            self._logprobs = [CompletionLogprobs(frontend.tokenizer, params.skip_special_tokens) for _ in self._prompts]
+            how = frontend.tokenizer, params.skip_special_tokens, body.return_tokens_as_token_ids
+            self._logprobs = [CompletionLogprobs(*how) for _ in self._prompts]
         self._envelope = Envelope(self._head, body.include_usage)
-        self.closing, self.failure = self._envelope.closing, self._envelope.failure
+        self.failure = self._envelope.failure
+        self._timed = body.shows_timing
         self._beside = beside(frontend, body)
         self.counts = body.continuous_usage
         self.count = self._envelope.count
@@ -117,6 +119,9 @@ class CompletionShape:
         text = self._echoes[delta.index] + delta.text if first else delta.text
         return self._envelope.event(self._piece(delta.index, text, delta))
 
+    def closing(self, usage: Usage) -> bytes:
+        return self._envelope.closing(usage, timing_body(usage) if self._timed else {})
+
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         absent = {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
         choices = [
@@ -125,7 +130,8 @@ class CompletionShape:
             | self._prompt_ids(output.index)
             for output in outputs
         ]
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside}
+        timed = timing_body(usage) if self._timed else {}
+        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside, **timed}
 
     def _piece(self, index: int, text: str, delta: Delta | None = None) -> dict[str, Any]:
         """A choice, or what an event brings of it."""

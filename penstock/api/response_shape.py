@@ -28,6 +28,8 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of it
 class ResponseFields(Protocol):
     """What of a request is repeated in its answer; `responses.ResponsesBody` has it."""
 
+    background: bool | None
+    enable_response_messages: bool | None
     instructions: str | None
     previous_response_id: str | None
     max_output_tokens: int | None
@@ -77,6 +79,25 @@ class ResponseShape:
         self._blank = ""
         self._status = "in_progress"
         self._why: Fields | None = None
+        self._prompt = turn.prompt
+        self._tokens: list[int] = []
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Its tenant and id, where it is kept."""
+        return self._tenant, self._id
+
+    def queued(self) -> Fields:
+        """The response before anything is there, which is kept, too."""
+        found = self._response(None) | {"status": "queued"}
+        self._keep(found)
+        return found
+
+    def failed(self, error: Exception) -> Fields:
+        """The response that cannot be made."""
+        said: Any = error_row(error, self._id)[1]["error"]
+        self._status = "failed"
+        return self._response(None) | {"error": {"code": said["code"], "message": said["message"]}}
 
     def count(self, usage: Usage) -> None:
         raise AssertionError("it does not count")
@@ -87,6 +108,8 @@ class ResponseShape:
 
     def content(self, delta: Delta) -> bytes:
         last = delta.finish_reason is not None
+        if self._body.enable_response_messages:
+            self._tokens += delta.tokens
         fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text, last=last)
         found: list[Item] = []
         if delta.logprobs is not None:
@@ -103,11 +126,7 @@ class ResponseShape:
         return self._event(f"response.{self._status}", response=response)
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        _, body = error_row(error, request_id)
-        said: Any = body["error"]
-        self._status = "failed"
-        failed = self._response(None) | {"error": {"code": said["code"], "message": said["message"]}}
-        return self._event("response.failed", response=failed)
+        return self._event("response.failed", response=self.failed(error))
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         (output,) = outputs
@@ -128,7 +147,7 @@ class ResponseShape:
             "object": "response",
             "created_at": self._created,
             "status": self._status,
-            "background": False,
+            "background": bool(body.background),
             "error": None,
             "incomplete_details": self._why,
             "instructions": body.instructions,
@@ -150,7 +169,17 @@ class ResponseShape:
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),
             "user": body.user,
+            **(self._raw() if body.enable_response_messages else {}),
         }
+
+    def _raw(self) -> Fields:
+        """vLLM's: what the model read and wrote, as text and as tokens."""
+
+        def raw(tokens: list[int]) -> list[Fields]:
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            return [{"type": "raw_message_tokens", "message": text, "tokens": tokens}] if tokens else []
+
+        return {"input_messages": raw(self._prompt), "output_messages": raw(self._tokens)}
 
     def _usage(self, usage: Usage) -> Fields:
         thought = "".join("".join(t) for i, t in zip(self._items, self._texts, strict=True) if i["type"] == "reasoning")
@@ -167,6 +196,10 @@ class ResponseShape:
     def _keep(self, response: Fields) -> None:
         if self._store is None:
             return
+        if self._body.background and response["status"] != "queued":  # it may be cancelled or deleted by now
+            kept = self._store.get(*self.place)
+            if kept is None or msgspec.json.decode(kept.response)["status"] == "cancelled":
+                return
         self._store.put(self._tenant, self._id, msgspec.json.encode(response), [*self._before, *self._said()])
 
     def _said(self) -> list[Fields]:

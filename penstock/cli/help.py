@@ -27,6 +27,12 @@ FLAGS = {  # of penstock serve: title -> names
         "allow-credentials",
     ),
     "tools and reasoning": ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"),
+    "answers": (
+        "return-tokens-as-token-ids",
+        "enable-force-include-usage",
+        "enable-per-request-metrics",
+        "enable-tokenizer-info-endpoint",
+    ),
     "files and batches": ("batch-dir", "max-file-size"),
     "API keys": ("api-key", "api-key-file", "share-prefixes"),
     "TLS": ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs"),

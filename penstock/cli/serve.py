@@ -267,6 +267,20 @@ SERVER_OPTIONS = (
         "folder where files and batches are kept, which /v1/files and /v1/batches need; by default these are off",
     ),
     Option("max-file-size", size, 1 << 30, "bytes of an uploaded file; longer ones get a 413"),
+    Option(
+        "return-tokens-as-token-ids",
+        switch,
+        False,
+        "log-probabilities name tokens token_id:ID, unless a request says otherwise",
+    ),
+    Option(
+        "enable-force-include-usage",
+        switch,
+        False,
+        "all events of streams say how much was used, whatever requests say",
+    ),
+    Option("enable-per-request-metrics", switch, False, "answers say how long they took, in their field metrics"),
+    Option("enable-tokenizer-info-endpoint", switch, False, "serve /tokenizer_info, which shows the chat template"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)
