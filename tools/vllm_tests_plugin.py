@@ -194,7 +194,7 @@ def _absent(module: str, name: str) -> Any:
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    NAMES = re.compile(r"vllm(\..+)?|tests\.(utils|conftest|models(\..+)?)")
+    NAMES = re.compile(r"vllm(\..+)?|tests\.(utils|conftest|models(\..+)?)|tests\..+\.test_serving_chat")
     MISSING = re.compile(r"(fastapi|pybase64)(\..+)?")  # which nobody needs to speak HTTP
 
     def __init__(self, *, last: bool) -> None:

@@ -17,11 +17,16 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: Count
 
 
+class ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: Count
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class InputUsage(msgspec.Struct):
@@ -316,6 +321,7 @@ class Sleeping(msgspec.Struct):
 
 ANSWERS: dict[str, Any] = {  # path, or method and path -> what a 200 is, where that is JSON
     "/v1/chat/completions": ChatCompletion,
+    "/v1/chat/completions/batch": ChatCompletion,
     "/v1/completions": Completion,
     "/v1/responses": Response,
     "GET /v1/responses/{response}": Response,

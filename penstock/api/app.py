@@ -13,6 +13,7 @@ from starlette.responses import Response
 from penstock.api import (
     batches,
     chat,
+    chat_batch,
     completions,
     embeddings,
     files,
@@ -79,6 +80,7 @@ def create_app(
     tenants_apart = (keys_change or len(set(api_keys)) > 1) and not share_prefixes
     routes = [
         *chat.routes(frontend, answer_defaults),
+        *chat_batch.routes(frontend, answer_defaults),
         *completions.routes(frontend, answer_defaults),
         *responses.routes(frontend, ResponseStore(kept_responses)),
         *messages.routes(frontend),

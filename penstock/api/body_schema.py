@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.api.block_schema import messages_fields, response_fields
+from penstock.api.chat_batch import HARMLESS, ChatBatchBody
 from penstock.api.messages import CountBody, MessagesBody
 from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
@@ -128,6 +129,9 @@ def body_schema(
         schema["allOf"] = _conditions(model)
     elif "messages" in fields:
         schema["allOf"] = [_exactly_one("prompt", "messages"), _one_turn()]
+    if issubclass(model, ChatBatchBody):
+        fields["messages"] = {"type": "array", "items": _messages(), "minItems": 1, "maxItems": MAX_PROMPTS}
+        fields |= {name: {"enum": [None, *values]} for name, values in HARMLESS.items()}
     return _without_unserved(model, schema)
 
 

@@ -245,7 +245,16 @@ class ChatShape:
         return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
 
     def closing(self, usage: Usage) -> bytes:
-        return self._envelope.closing(usage, timing_body(usage) if self._timed else {})
+        return self._envelope.closing(self._used(usage))
+
+    def _used(self, usage: Usage) -> dict[str, Any]:
+        """With what of it was reasoning, where that is told from the content."""
+        body = usage_body(usage)
+        thoughts = ["".join(reader.thought) for reader in self._readers if reader.thought is not None]
+        if thoughts:
+            count = sum(len(self._tokenizer.encode(thought, False)) for thought in thoughts if thought)
+            body["completion_tokens_details"] = {"reasoning_tokens": count}
+        return {"usage": body, **(timing_body(usage) if self._timed else {})}
 
     def content(self, delta: Delta) -> bytes:
         last = delta.finish_reason is not None
@@ -280,8 +289,7 @@ class ChatShape:
         found = outputs[0].prompt_logprobs
         scored = None if found is None else prompt_logprobs(self._tokenizer, self._prompt, found)
         of_prompt = {"prompt_logprobs": scored, "prompt_token_ids": self._prompt if self._token_ids else None}
-        timed = timing_body(usage) if self._timed else {}
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside, **of_prompt, **timed}
+        return {**self._head, "choices": choices, **self._used(usage), **self._beside, **of_prompt}
 
     def _message(self, output: Delta) -> dict[str, Any]:
         message = self._readers[output.index].whole(output.text) if self._readers else plain_message(output.text)

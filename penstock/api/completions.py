@@ -120,7 +120,10 @@ class CompletionShape:
         return self._envelope.event(self._piece(delta.index, text, delta))
 
     def closing(self, usage: Usage) -> bytes:
-        return self._envelope.closing(usage, timing_body(usage) if self._timed else {})
+        return self._envelope.closing(self._used(usage))
+
+    def _used(self, usage: Usage) -> dict[str, Any]:
+        return {"usage": usage_body(usage), **(timing_body(usage) if self._timed else {})}
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         absent = {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
@@ -130,8 +133,7 @@ class CompletionShape:
             | self._prompt_ids(output.index)
             for output in outputs
         ]
-        timed = timing_body(usage) if self._timed else {}
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **self._beside, **timed}
+        return {**self._head, "choices": choices, **self._used(usage), **self._beside}
 
     def _piece(self, index: int, text: str, delta: Delta | None = None) -> dict[str, Any]:
         """A choice, or what an event brings of it."""

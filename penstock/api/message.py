@@ -27,12 +27,14 @@ class MessageReader:
 
     Attributes:
         calls: how many have begun.
+        thought: its reasoning, in pieces, also where it is not shown; None where it is part of the content.
     """
 
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, several: bool, shows_reasoning: bool
     ) -> None:
         self.calls = 0
+        self.thought: list[str] | None = None if reasoning is None else []
         self._reasoning, self._tools = reasoning, tools
         self._several, self._shows_reasoning = several, shows_reasoning
         self._dropping = False  # the newest call
@@ -67,6 +69,8 @@ class MessageReader:
 
     def _fields(self, thought: str, events: Sequence[Event]) -> Fields:
         fields: Fields = {}
+        if thought and self.thought is not None:
+            self.thought.append(thought)
         if thought and self._shows_reasoning:
             fields |= {"reasoning_content": thought, "reasoning": thought}
         content = "".join(event for event in events if isinstance(event, str))

@@ -68,14 +68,14 @@ class Envelope:
             return self._head + encode(choice) + b"]," + encode(beside)[1:-1] + self._tail[1:]
         return self._head + encode(choice) + self._tail
 
-    def closing(self, usage: Usage, beside: dict[str, Any]) -> bytes:
+    def closing(self, last: dict[str, Any]) -> bytes:
         """
         Args:
-            beside: what else the last event has.
+            last: what the last event has beside choices, of which there are none: usage, and perhaps more.
         """
         if not self._include_usage:
             return DONE
-        return self._head + b"]," + encode({"usage": usage_body(usage), **beside})[1:] + b"\n\n" + DONE
+        return self._head + b"]," + encode(last)[1:] + b"\n\n" + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         return b"data: " + encode(error_row(error, request_id)[1]) + b"\n\n"

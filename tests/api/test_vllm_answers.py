@@ -150,6 +150,41 @@ async def test_the_tokenizer_is_shown_where_that_is_wanted(make_client: Any) -> 
         assert (await client.get("/tokenizer_info")).json()["tokenizer_class"] == "ByteTokenizer"
 
 
+async def test_several_conversations(client: httpx.AsyncClient, frontend: Any) -> None:
+    url = f"{CHAT}/batch"
+    body = {"messages": [HI, [{"role": "user", "content": "you"}]], "seed": 5, "logprobs": True}
+    found = (await client.post(url, json=body)).json()
+    assert [(c["index"], c["message"]["content"]) for c in found["choices"]] == [(0, "Hello"), (1, "Hello")]
+    prompts = [bytes(one.prompt).decode() for one in frontend.submitted]
+    assert prompts == ["user:hi\nassistant:", "user:you\nassistant:"]
+    assert found["usage"]["completion_tokens"] == 12
+    assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert {one.params.seed for one in frontend.submitted} == {5}
+    for wrong, field in (
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [HI, []]}, "messages[1]"),
+        ({"messages": [HI, [{"content": "x"}]]}, "messages[1][0].role"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 500}, "max_tokens"),
+    ):
+        answer = await client.post(url, json=body | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), wrong
+
+
+async def test_what_ends_one_conversation_ends_all(client: httpx.AsyncClient, frontend: Any) -> None:
+    def script(generation: Any) -> None:
+        if bytes(generation.prompt).startswith(b"user:hi"):
+            generation.fail(EngineFailure("broken"))
+
+    frontend.script = script
+    body = {"messages": [[{"role": "user", "content": "you"}], HI]}
+    assert (await client.post(f"{CHAT}/batch", json=body)).status_code == 500
+    assert all(one.cancelled.is_set() for one in frontend.submitted)
+
+
 # --- responses in the background
 
 
