@@ -73,6 +73,7 @@ class Loaded:
         source: where they came from.
         seconds: that this took.
         files: `file_times` of the checkpoint, from before they were looked for.
+        quantised: what a plain checkpoint was quantised to; "" where it was not. K and V depend on it.
     """
 
     model: Decoder
@@ -80,6 +81,7 @@ class Loaded:
     source: Source
     seconds: float
     files: str
+    quantised: str
 
 
 def load_model(*args: Any, **kwargs: Any) -> Decoder:
@@ -121,7 +123,7 @@ def load(
     began = time.monotonic()
     cls, config, headless, quantisation = read_architecture(directory, shard.size, model_len, quantization)
     dtype = dtype or config.dtype or _stored_dtype(directory)
-    key = None
+    key, asked = None, quantisation.name if quantisation.at_load else ""
     try:
         with torch.device("meta"):
             model = cls(config, shard).to(dtype)
@@ -141,7 +143,7 @@ def load(
     if not _any_loads(shard, image is not None):
         model.bound_logits()
         _check_same(directory, before)
-        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
+        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
     if image is None:
         _take_memory(model, device, directory, arena)
     else:
@@ -153,7 +155,7 @@ def load(
     model.bound_logits(take=None if arena is None else arena.take)
     if arena is not None:
         image = arena.image(name, model)
-    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
+    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
 
 
 def _told(loaded: Loaded) -> Loaded:
