@@ -104,7 +104,8 @@ def load(
     """Build the architecture that config.json names and fill it.
 
     Args:
-        dtype: of the weights; None takes the checkpoint's.
+        dtype: of the weights, and of activations; None takes the checkpoint's, but for a quantised one in float16 on a
+            CPU bfloat16.
         cache: where packed weights are looked for, and are remembered to be saved if they were not there.
         shard: what of every layer is loaded.
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
@@ -122,7 +123,11 @@ def load(
     """
     began = time.monotonic()
     cls, config, headless, quantisation = read_architecture(directory, shard.size, model_len, quantization)
-    dtype = dtype or config.dtype or _stored_dtype(directory)
+    if dtype is None:
+        dtype = config.dtype or _stored_dtype(directory)
+        if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
+            dtype = torch.bfloat16  # which there are kernels for; float16 is what the quantisers' GPU kernels take
+            log.info("activations are in bfloat16, not in the checkpoint's float16; --dtype says otherwise")
     key, asked = None, quantisation.name if quantisation.at_load else ""
     try:
         with torch.device("meta"):
