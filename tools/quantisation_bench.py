@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.core.device import WEIGHT_BITS
@@ -64,11 +65,11 @@ def read(model: str, quantization: str, text: str, tokens: int) -> Read:
 
 def dequantise(model: Decoder, source: Path, to: Path) -> None:
     """A plain checkpoint with what a model's weights say."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(source):
         with safe_open(file, framework="pt") as opened:
-            names = [name for name in opened.keys() if name.endswith("norm.weight")]  # noqa: SIM118 - no mapping
-            tensors |= {name: opened.get_tensor(name) for name in names}
+            norms = [name for name in opened.keys() if name.endswith("norm.weight")]  # noqa: SIM118 - no mapping
+            tensors |= {name: opened.get_tensor(name) for name in norms}
     for path, part in model.named_modules():
         block = LAYER.match(path)
         names = (path,) if block is None else [block[0] + name for name in model.weights.get(path[block.end() :], ())]
