@@ -23,11 +23,11 @@ from penstock.nn.batch import Batch
 from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm, Rotations
 from penstock.nn.linear import Linear
-from penstock.nn.methods import PACKED
+from penstock.nn.methods import PACKED, PLAIN
+from penstock.nn.methods.base import Weight
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native import Cache, of_layer
 from penstock.nn.ops import ACTIVATIONS, OPS
-from penstock.nn.packed import Weight
 from penstock.nn.ranks import SharedMemoryRanks
 
 Mode = Literal["eager", "partial", "full"]
@@ -188,7 +188,8 @@ def unchained(model: Decoder) -> str | None:
     if other := sorted(kind.__name__ for kind in kinds - {Block, Attention, GatedMLP}):
         return f"{', '.join(other)} computed op by op"
     linears = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
-    if other := sorted({linear.method.name for linear in linears} - {PACKED.name}):
+    held = {linear.method.name for linear in linears} | ({model.model.embed_tokens.method.name} - {PLAIN.name})
+    if other := sorted(held - {PACKED.name}):
         return f"there are no kernels for {', '.join(other)} weights"
     norms = {part.weight.dtype for part in model.modules() if isinstance(part, RMSNorm)}
     parts = {(_mixer(block).scale, _mixer(block).heads, _feed_forward(block).activation) for block in blocks}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -27,6 +27,7 @@ from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
     DTYPES,
+    FLOATS,
     INDEX,
     MALFORMED,
     MOST_HEADER,
@@ -38,6 +39,7 @@ from penstock.nn.checkpoint import (
     weight_files,
 )
 from penstock.nn.config import DecoderConfig
+from penstock.nn.formats.base import Expected
 from penstock.nn.image import Arena, Image, Peers
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
@@ -362,11 +364,10 @@ def file_times(directory: Path) -> str:
     return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
 
 
-def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any], shard: Shard = WHOLE) -> str:
+def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any, Any], shard: Shard = WHOLE) -> str:
     """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does."""
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
-    form = layout() if method.kept else sys.byteorder
-    digest.update(f"{dtype} {method.name} {form} {shard.rank} {shard.size}".encode())
+    digest.update(f"{dtype} {method.layout()} {shard.rank} {shard.size}".encode())
     return digest.hexdigest()
 
 
@@ -392,15 +393,20 @@ class Place:
     part: Part
     name: str
     number: int | None
-    shape: tuple[int, ...]
+    expected: Expected
+
+    @property
+    def waits(self) -> bool:
+        """Whether no other tensor needs it to be there."""
+        return not isinstance(self.part, Linear) or self.name in ("bias", self.part.format.main)
 
     def load(self, tensor: Tensor, first: int = 0) -> None:
-        """Take rows of it, from `first` on."""
+        """Take rows of it, from `first` on. Raises ValueError as the part's `load` does."""
         self.part.load(self.name, tensor, self.number, first)
 
 
 def places(model: Decoder) -> dict[str, Place]:
-    """All tensors that a checkpoint must have, by their names."""
+    """All tensors that a checkpoint has, by their names."""
     found: dict[str, Place] = {}
     for path, part in model.named_modules():
         if not isinstance(part, Part):
@@ -409,8 +415,8 @@ def places(model: Decoder) -> dict[str, Place]:
         sources = (path,) if block is None else model.weights[path[block.end() :]]
         for i, source in enumerate(sources):
             number = i if len(sources) > 1 else None
-            for name, shape in part.tensors(number).items():
-                found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, shape)
+            for name, expected in part.tensors(number).items():
+                found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, expected)
     return found
 
 
@@ -421,39 +427,42 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
         model: on "meta".
 
     Returns:
-        What is to be loaded, in the order of the files.
+        What is to be loaded, in the order of the files, but what others wait for first.
     """
-    wanted, found = places(model), []
-    missing = dict.fromkeys(wanted)
+    wanted, found, seen = places(model), [], set[str]()
+    missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
         if name.endswith(IGNORED):
             continue
         if name == HEAD and model.lm_head is None:
-            embedding = list(model.model.embed_tokens.tensors()["weight"])
-            if shape != embedding:
-                raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {embedding}", "model")
+            expected = model.model.embed_tokens.tensors()["weight"]
+            if shape != list(expected.shape):
+                raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {list(expected.shape)}", "model")
         elif name not in wanted:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
-        elif name not in missing:
+        elif name in seen:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        elif shape != (expected := list(wanted[name].shape)):
-            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {expected}", "model")
         else:
-            del missing[name]
-        _check_dtype(tensor)
+            expected = wanted[name].expected
+            one = math.prod(shape) == 1 == math.prod(expected.shape)
+            if shape != list(expected.shape) and not one:
+                raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(expected.shape)}", "model")
+        _check_dtype(tensor, expected.dtypes)
+        seen.add(name)
         found.append(tensor)
+    missing -= seen
     if missing:
         name = min(missing)
         files = {_full(given): file for given, file in indexed(directory).items()}
         where = f", which {INDEX} has in {files[name]}" if name in files else ""
         raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {name!r}{where}", "model")
-    return found
+    return sorted(found, key=lambda tensor: (place := wanted.get(_full(tensor.name))) is None or place.waits)
 
 
-def _check_dtype(tensor: Stored) -> None:
-    if tensor.dtype not in DTYPES:
-        allowed = ", ".join(DTYPES)
+def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(dtypes)
         raise ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
 
 
@@ -488,7 +497,10 @@ def fill(
                 head = _untied(model, arena)
                 wanted = places(model)
             if model is not None:
-                wanted[name].load(piece.tensor, piece.first)
+                try:
+                    wanted[name].load(piece.tensor, piece.first)
+                except ValueError as error:
+                    raise ConfigError(f"{piece.stored.path}: {piece.stored.name!r}: {error}", "model") from None
             done += piece.tensor.nbytes
             if progress is not None:
                 progress(done, total)
