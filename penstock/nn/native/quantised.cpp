@@ -14,7 +14,6 @@ static_assert(GROUPS_AT_ONCE == 1 || GROUPS_AT_ONCE == 4);
 constexpr int PANEL = GROUPS_AT_ONCE * LANES;
 constexpr int MOST_ROWS = 6;                          // of a tile
 constexpr int64_t ROWS_AT_ONCE = 32 * MOST_ROWS;
-constexpr int64_t STEPS_AT_ONCE = 4;                  // between two times that lines are asked for
 constexpr int64_t AHEAD = 8192 / sizeof(Line);        // lines that are asked for before they are used
 constexpr int64_t ALONE = 2048;                       // lines times rows that are not worth waking another thread for
 constexpr int64_t TASK = 8192;                        // lines that a task has at most, where there are many
@@ -42,15 +41,46 @@ auto with_bits(int64_t bits, F&& f) {
     }
 }
 
-inline u32x16 load_line(const Line& line) {
-    u32x16 words;
-    std::memcpy(&words, line.words, sizeof words);
-    return words;
+// A line in registers. In halves where these are smaller, because gcc 12 has no others for vectors of 64 bytes.
+#if defined(__AVX512F__)
+using Words = u32x16;
+#else
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef float f32x8 __attribute__((vector_size(32)));
+
+struct Words {
+    u32x8 half[2];
+};
+PENSTOCK_INLINE Words operator>>(Words x, int by) { return {x.half[0] >> by, x.half[1] >> by}; }
+PENSTOCK_INLINE Words operator<<(Words x, int by) { return {x.half[0] << by, x.half[1] << by}; }
+PENSTOCK_INLINE Words operator&(Words x, uint32_t y) { return {x.half[0] & y, x.half[1] & y}; }
+PENSTOCK_INLINE Words operator|(Words x, Words y) { return {x.half[0] | y.half[0], x.half[1] | y.half[1]}; }
+#endif
+
+PENSTOCK_INLINE Words load_line(const Line& line) {
+    const auto part = [&](auto words, int first) {
+        std::memcpy(&words, line.words + first, sizeof words);
+        return words;
+    };
+#if defined(__AVX512F__)
+    return part(Words{}, 0);
+#else
+    return {part(u32x8{}, 0), part(u32x8{}, 8)};
+#endif
+}
+
+PENSTOCK_INLINE void store_line(Line& line, Words words) {
+#if defined(__AVX512F__)
+    std::memcpy(line.words, &words, sizeof words);
+#else
+    for (int h = 0; h < 2; h++) std::memcpy(line.words + 8 * h, &words.half[h], sizeof words.half[h]);
+#endif
 }
 
 // Bytes number `i` of what a chunk becomes.
 template <int BITS>
-PENSTOCK_INLINE u32x16 bytes_of(const u32x16 (&lines)[Chunk<BITS>::LINES], int i) {
+PENSTOCK_INLINE Words bytes_of(const Words (&lines)[Chunk<BITS>::LINES], int i) {
     if constexpr (BITS == 4) return lines[0] >> (4 * i) & 0x0f0f0f0f;
     if constexpr (BITS == 2) return lines[0] >> (2 * i) & 0x03030303;
     if constexpr (BITS == 3) return (lines[i / 4] >> (i % 4 * 2) & 0x03030303) | (lines[2] >> i & 0x01010101) << 2;
@@ -81,10 +111,10 @@ void encode(const uint8_t* codes, uint32_t (&words)[Chunk<BITS>::LINES]) {
 
 template <int BITS>
 void decode(const uint32_t (&words)[Chunk<BITS>::LINES], uint8_t* codes) {
-    u32x16 lines[Chunk<BITS>::LINES];
-    for (int l = 0; l < Chunk<BITS>::LINES; l++) lines[l] = u32x16{} + words[l];
+    Words lines[Chunk<BITS>::LINES];
+    for (int l = 0; l < Chunk<BITS>::LINES; l++) std::memcpy(&lines[l], &words[l], 4);
     for (int i = 0; i < Chunk<BITS>::INS / 4; i++) {
-        const uint32_t bytes = bytes_of<BITS>(lines, i)[0];
+        const Words bytes = bytes_of<BITS>(lines, i);
         std::memcpy(codes + 4 * i, &bytes, 4);
     }
     if constexpr (BITS == 0) std::swap(codes[1], codes[2]);
@@ -185,12 +215,18 @@ struct Whole;
 
 template <bool SMALL>
 struct Whole {
-    using Sum = __m512i;
-    using Factor = __m512i;
+    using Sum = i32x16;  // not __m512i, between which and this gcc 12 moves registers
+    using Factor = i32x16;
     static constexpr int INS = 4, ROWS = 6, WORDS = 1;
-    static Sum begin(int32_t value) { return _mm512_set1_epi32(value); }
-    static Factor factor(const Line& line) { return _mm512_load_si512(line.words); }
-    static Sum add(Sum sum, Factor codes, const uint32_t* x) { return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(*x)); }
+    static constexpr bool WHOLE = true;
+    static Sum begin(int32_t value) { return i32x16{} + value; }
+    static f32x16 total(Sum sum) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(sum)); }
+    static Factor factor(Words line) { return reinterpret_cast<Factor>(line); }
+    static Sum add(Sum sum, Factor codes, const uint32_t* x) {
+        const i32x16 words = i32x16{} + static_cast<int32_t>(*x);
+        return reinterpret_cast<Sum>(_mm512_dpbusd_epi32(
+            reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512i>(words)));
+    }
 };
 
 #elif defined(__AVX512BW__) || defined(__AVX2__)
@@ -199,7 +235,6 @@ struct Whole {
 using Part = __m512i;
 constexpr int PARTS = 1;
 inline Part splat_word(uint32_t word) { return _mm512_set1_epi32(word); }
-inline Part load_part(const void* from) { return _mm512_load_si512(from); }
 inline Part add_words(Part a, Part b) { return _mm512_add_epi32(a, b); }
 inline Part multiply_halves(Part a, Part b) { return _mm512_madd_epi16(a, b); }
 inline Part multiply_bytes(Part codes, Part x) { return _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)); }
@@ -209,7 +244,6 @@ inline Part odd_bytes(Part x) { return _mm512_srli_epi16(x, 8); }
 using Part = __m256i;
 constexpr int PARTS = 2;
 inline Part splat_word(uint32_t word) { return _mm256_set1_epi32(word); }
-inline Part load_part(const void* from) { return _mm256_load_si256(static_cast<const Part*>(from)); }
 inline Part add_words(Part a, Part b) { return _mm256_add_epi32(a, b); }
 inline Part multiply_halves(Part a, Part b) { return _mm256_madd_epi16(a, b); }
 inline Part multiply_bytes(Part codes, Part x) { return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)); }
@@ -227,10 +261,23 @@ inline Parts splat_parts(int32_t value) {
     return sum;
 }
 
-inline Parts load_parts(const Line& line) {
-    Parts parts;
-    for (int p = 0; p < PARTS; p++) parts.part[p] = load_part(reinterpret_cast<const Part*>(line.words) + p);
-    return parts;
+inline f32x16 total_of(const Parts& sum) {
+    f32x16 total;
+#if defined(__AVX512BW__)
+    total = _mm512_cvtepi32_ps(sum.part[0]);
+#else
+    const __m256 halves[2] = {_mm256_cvtepi32_ps(sum.part[0]), _mm256_cvtepi32_ps(sum.part[1])};
+    std::memcpy(&total, halves, sizeof halves);
+#endif
+    return total;
+}
+
+PENSTOCK_INLINE Parts parts_of(Words line) {
+#if defined(__AVX512BW__)
+    return {{reinterpret_cast<Part>(line)}};
+#else
+    return {{reinterpret_cast<Part>(line.half[0]), reinterpret_cast<Part>(line.half[1])}};
+#endif
 }
 
 // Sums of two products have room in 16 bits.
@@ -239,8 +286,10 @@ struct Whole<true> {
     using Sum = Parts;
     using Factor = Parts;
     static constexpr int INS = 4, ROWS = 4, WORDS = 1;
+    static constexpr bool WHOLE = true;
     static Sum begin(int32_t value) { return splat_parts(value); }
-    static Factor factor(const Line& line) { return load_parts(line); }
+    static f32x16 total(const Sum& sum) { return total_of(sum); }
+    static Factor factor(Words line) { return parts_of(line); }
     static Sum add(Sum sum, Factor codes, const uint32_t* x) {
         const Part words = splat_word(*x);
         for (int p = 0; p < PARTS; p++) sum.part[p] = add_words(sum.part[p], multiply_bytes(codes.part[p], words));
@@ -256,9 +305,11 @@ struct Whole<false> {
         Parts even, odd;
     };
     static constexpr int INS = 4, ROWS = 4, WORDS = 2;
+    static constexpr bool WHOLE = true;
     static Sum begin(int32_t value) { return splat_parts(value); }
-    static Factor factor(const Line& line) {
-        const Parts bytes = load_parts(line);
+    static f32x16 total(const Sum& sum) { return total_of(sum); }
+    static Factor factor(Words line) {
+        const Parts bytes = parts_of(line);
         Factor factor;
         for (int p = 0; p < PARTS; p++) {
             factor.even.part[p] = even_bytes(bytes.part[p]);
@@ -280,16 +331,25 @@ struct Whole<false> {
 
 template <bool SMALL>
 struct Whole {
-    using Sum = i32x16;
-    using Factor = u32x16;
+    struct Sum {
+        i32x8 half[2];
+    };
+    using Factor = Words;
     static constexpr int INS = 4, ROWS = 4, WORDS = 1;
-    static Sum begin(int32_t value) { return i32x16{} + value; }
-    static Factor factor(const Line& line) { return load_line(line); }
+    static constexpr bool WHOLE = true;
+    static Sum begin(int32_t value) { return {i32x8{} + value, i32x8{} + value}; }
+    static f32x16 total(const Sum& sum) {
+        i32x16 whole;
+        std::memcpy(&whole, &sum, sizeof whole);
+        return __builtin_convertvector(whole, f32x16);
+    }
+    static Factor factor(Words line) { return line; }
     static Sum add(Sum sum, Factor codes, const uint32_t* x) {
         int8_t bytes[4];
         std::memcpy(bytes, x, 4);
         for (int i = 0; i < 4; i++)
-            sum += reinterpret_cast<i32x16>(codes >> (8 * i) & 255) * static_cast<int32_t>(bytes[i]);
+            for (int h = 0; h < 2; h++)
+                sum.half[h] += reinterpret_cast<i32x8>(codes.half[h] >> (8 * i) & 255) * static_cast<int32_t>(bytes[i]);
         return sum;
     }
 };
@@ -300,10 +360,12 @@ struct Whole {
 // Two bf16.
 struct Pairs {
     using Sum = f32x16;
-    using Factor = __m512i;
+    using Factor = Words;
     static constexpr int INS = 2, ROWS = 6, WORDS = 1;
+    static constexpr bool WHOLE = false;
     static Sum begin(int32_t) { return f32x16{}; }
-    static Factor factor(const Line& line) { return _mm512_load_si512(line.words); }
+    static f32x16 total(Sum sum) { return sum; }
+    static Factor factor(Words line) { return line; }
     static Sum add(Sum sum, Factor weights, const uint32_t* x) {
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(*x)), reinterpret_cast<__m512bh>(weights));
     }
@@ -312,22 +374,53 @@ struct Pairs {
 
 // One float32.
 struct Floats {
+#if defined(__AVX512F__)
     using Sum = f32x16;
-    using Factor = f32x16;
-    static constexpr int INS = 1, ROWS = QUANTISED_GROUPS > 1 ? 6 : 4, WORDS = 1;
+    static constexpr int ROWS = 6;
     static Sum begin(int32_t) { return f32x16{}; }
-    static Factor factor(const Line& line) { return load(reinterpret_cast<const float*>(line.words)); }
-    static Sum add(Sum sum, Factor weights, const uint32_t* x) {
-        float value;
-        std::memcpy(&value, x, 4);
-        return fma(splat(value), weights, sum);
+    static f32x16 total(Sum sum) { return sum; }
+    static Sum add(Sum sum, Words weights, const uint32_t* x) {
+        return fma(reinterpret_cast<f32x16>(u32x16{} + *x), reinterpret_cast<f32x16>(weights), sum);
     }
+#else
+    struct Sum {
+        f32x8 half[2];
+    };
+    static constexpr int ROWS = 4;
+    static Sum begin(int32_t) { return {}; }
+    static f32x16 total(const Sum& sum) {
+        f32x16 total;
+        std::memcpy(&total, &sum, sizeof total);
+        return total;
+    }
+    static Sum add(Sum sum, Words weights, const uint32_t* x) {
+        const f32x8 value = reinterpret_cast<f32x8>(u32x8{} + *x);
+        for (int h = 0; h < 2; h++) {
+            const f32x8 weight = reinterpret_cast<f32x8>(weights.half[h]);
+#if defined(__FMA__)
+            sum.half[h] = _mm256_fmadd_ps(value, weight, sum.half[h]);
+#else
+            sum.half[h] += value * weight;
+#endif
+        }
+        return sum;
+    }
+#endif
+    using Factor = Words;
+    static constexpr int INS = 1, WORDS = 1;
+    static constexpr bool WHOLE = false;
+    static Factor factor(Words line) { return line; }
 };
 
 // What codes of some bits are multiplied as, with rows of T.
+#if defined(__AVX512VNNI__)
+constexpr bool SMALL_DIFFER = false;
+#else
+constexpr bool SMALL_DIFFER = true;
+#endif
 template <int BITS, class T>
 struct KindOf {
-    using Type = Whole<BITS != 8>;
+    using Type = Whole<SMALL_DIFFER && BITS != 8>;
 };
 template <class T>
 struct KindOf<0, T> {
@@ -339,9 +432,6 @@ struct KindOf<0, bf16> {
     using Type = Pairs;
 };
 #endif
-
-template <class Kind>
-constexpr bool IS_WHOLE = !std::is_same_v<typename Kind::Sum, f32x16>;
 
 // --- floats of 8 bits: a sign, four bits of an exponent that 7 is subtracted from, three of a fraction
 
@@ -364,14 +454,21 @@ PENSTOCK_INLINE __m512i to_bf16(__m512i codes) {
 }
 #endif
 
-// Codes number `i` of each word's four.
-PENSTOCK_INLINE f32x16 to_float(u32x16 codes, int i) {
+// Codes number `i` of each word's four, as float32.
+template <class U, class I, class F>
+PENSTOCK_INLINE U to_float(U codes, int i) {
     const int at = i == 1 ? 16 : i == 2 ? 8 : 8 * i;
-    const u32x16 size = codes >> at & 127, sign = (codes >> at & 128) << 24;
-    const f32x16 small = __builtin_convertvector(reinterpret_cast<i32x16>(size), f32x16) * splat(0x1p-9f);
-    const f32x16 normal = reinterpret_cast<f32x16>((size << 20) + (120u << 23));
-    const f32x16 value = where(reinterpret_cast<i32x16>(size) < 8, small, normal);
-    return reinterpret_cast<f32x16>(reinterpret_cast<u32x16>(value) | sign);
+    const U size = codes >> at & 127, sign = (codes >> at & 128) << 24;
+    const U small = reinterpret_cast<U>(__builtin_convertvector(reinterpret_cast<I>(size), F) * 0x1p-9f);
+    const U normal = (size << 20) + (120u << 23), is_small = reinterpret_cast<U>(reinterpret_cast<I>(size) < 8);
+    return (is_small & small) | (~is_small & normal) | sign;
+}
+PENSTOCK_INLINE Words to_floats(Words codes, int i) {
+#if defined(__AVX512F__)
+    return to_float<u32x16, i32x16, f32x16>(codes, i);
+#else
+    return {to_float<u32x8, i32x8, f32x8>(codes.half[0], i), to_float<u32x8, i32x8, f32x8>(codes.half[1], i)};
+#endif
 }
 
 // --- rows, ready to be multiplied
@@ -413,7 +510,7 @@ float quantise(const T* x, int64_t count, int8_t* to, int32_t* sum) {
 // One run of a row to `words`, as many as its chunks have room for, which are zeros.
 template <class Kind, class T>
 void prepare(const T* x, const Run& run, uint32_t* words, float* factor, int32_t* sum) {
-    if constexpr (IS_WHOLE<Kind>) {
+    if constexpr (Kind::WHOLE) {
         int8_t bytes[RUN + 4];
         *factor = quantise(x, run.count, bytes, sum);
         if constexpr (Kind::WORDS == 1) {
@@ -467,6 +564,33 @@ void prepare_rows(const Quantised& weight, const Layout& layout, const T* x, int
 
 // --- products
 
+// What BITS become when they are multiplied: step `i` of a chunk.
+template <int BITS, class Kind>
+PENSTOCK_INLINE Words widened(const Words (&lines)[Chunk<BITS>::LINES], int i) {
+    if constexpr (Kind::WHOLE) {
+        return bytes_of<BITS>(lines, i);
+#if defined(__AVX512BF16__)
+    } else if constexpr (Kind::INS == 2) {
+        const __m512i codes = reinterpret_cast<__m512i>(lines[0]);
+        return reinterpret_cast<Words>(to_bf16(i ? codes : _mm512_slli_epi16(codes, 8)));
+#endif
+    } else {
+        return to_floats(lines[0], i);
+    }
+}
+
+constexpr int READY = -1;  // instead of bits: lines are what is multiplied
+
+// How many lines a tile reads at once of 16 outputs, and how many steps they are.
+template <int BITS, class Kind>
+struct Reads {
+    static constexpr int LINES = Chunk<BITS>::LINES, STEPS = Chunk<BITS>::INS / Kind::INS;
+};
+template <class Kind>
+struct Reads<READY, Kind> {
+    static constexpr int LINES = 1, STEPS = 1;
+};
+
 // What a tile does with a run: rows, whose words, factors and sums are `stride` and `runs` apart, and G groups of 16
 // outputs.
 struct Work {
@@ -477,71 +601,82 @@ struct Work {
     int64_t runs;
     const Line* lines;
     const float *scales, *zeros;  // [G][16]; zeros may be null
-    int64_t steps, zero;
+    int64_t reads, zero;
     float* totals;  // [rows][PANEL]
     bool first;     // they begin as 0
     const Line* ahead;
-    int64_t fetch;  // of lines from `ahead` on, between each STEPS_AT_ONCE
+    int64_t fetch;  // of lines from `ahead` on, in each read
 };
 
-template <class Kind, int M, int G>
+// A sum over a run becomes part of a total.
+template <class Kind>
+PENSTOCK_INLINE void add_up(const Work& work, const typename Kind::Sum& sum, int m, int g) {
+    f32x16 scale = load(work.scales + g * LANES), value = Kind::total(sum);
+    if constexpr (Kind::WHOLE) {
+        if (work.zeros) value = fma(-load(work.zeros + g * LANES), splat(static_cast<float>(work.sums[m * work.runs])), value);
+        scale *= splat(work.factors[m * work.runs]);
+    }
+    float* total = work.totals + m * PANEL + g * LANES;
+    store(total, fma(value, scale, work.first ? f32x16{} : load(total)));
+}
+
+template <int BITS, class Kind, int M, int G>
 void tile(const Work& work) {
+    using Read = Reads<BITS, Kind>;
     typename Kind::Sum sums[M][G];  // in registers, which needs every loop over them unrolled
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-        const int32_t start = IS_WHOLE<Kind> ? -static_cast<int32_t>(work.zero) * work.sums[m * work.runs] : 0;
+        const int32_t start = Kind::WHOLE ? -static_cast<int32_t>(work.zero) * work.sums[m * work.runs] : 0;
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) sums[m][g] = Kind::begin(start);
     }
     const Line *lines = work.lines, *ahead = work.ahead;
     const uint32_t* words = work.words;
-    for (int64_t from = 0; from < work.steps; from += STEPS_AT_ONCE) {
+    for (int64_t read = 0; read < work.reads; read++) {
         for (int64_t f = 0; f < work.fetch; f++) __builtin_prefetch(ahead++, 0, 3);
-        const int64_t until = std::min(work.steps, from + STEPS_AT_ONCE);
-        for (int64_t step = from; step < until; step++) {
+        if constexpr (BITS == READY) {
             typename Kind::Factor factors[G];
 #pragma GCC unroll 4
-            for (int g = 0; g < G; g++) factors[g] = Kind::factor(lines[g]);
+            for (int g = 0; g < G; g++) factors[g] = Kind::factor(load_line(lines[g]));
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
                 for (int g = 0; g < G; g++) sums[m][g] = Kind::add(sums[m][g], factors[g], words + m * work.stride);
-            lines += G;
-            words += Kind::WORDS;
+        } else {
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) {
+                Words coded[Read::LINES];
+#pragma GCC unroll 4
+                for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(lines[g * Read::LINES + l]);
+#pragma GCC unroll 8
+                for (int i = 0; i < Read::STEPS; i++) {
+                    const typename Kind::Factor factor = Kind::factor(widened<BITS, Kind>(coded, i));
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++)
+                        sums[m][g] = Kind::add(sums[m][g], factor, words + m * work.stride + i * Kind::WORDS);
+                }
+            }
         }
+        lines += G * Read::LINES;
+        words += Read::STEPS * Kind::WORDS;
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) {
-            f32x16 scale = load(work.scales + g * LANES), sum;
-            if constexpr (IS_WHOLE<Kind>) {
-                i32x16 whole;
-                std::memcpy(&whole, &sums[m][g], sizeof whole);
-                sum = __builtin_convertvector(whole, f32x16);
-                if (work.zeros) {
-                    const f32x16 zero = load(work.zeros + g * LANES);
-                    sum = fma(-zero, splat(static_cast<float>(work.sums[m * work.runs])), sum);
-                }
-                scale *= splat(work.factors[m * work.runs]);
-            } else {
-                sum = sums[m][g];
-            }
-            float* total = work.totals + m * PANEL + g * LANES;
-            store(total, fma(sum, scale, work.first ? f32x16{} : load(total)));
-        }
+        for (int g = 0; g < G; g++) add_up<Kind>(work, sums[m][g], m, g);
 }
 
 using Tile = void (*)(const Work&);
 
-template <class Kind, int G>
+template <int BITS, class Kind, int G>
 Tile tile_of_rows(int64_t rows) {
     if constexpr (Kind::ROWS == 6) {
-        static constexpr Tile TILES[] = {tile<Kind, 1, G>, tile<Kind, 2, G>, tile<Kind, 3, G>,
-                                         tile<Kind, 4, G>, tile<Kind, 5, G>, tile<Kind, 6, G>};
+        static constexpr Tile TILES[] = {tile<BITS, Kind, 1, G>, tile<BITS, Kind, 2, G>, tile<BITS, Kind, 3, G>,
+                                         tile<BITS, Kind, 4, G>, tile<BITS, Kind, 5, G>, tile<BITS, Kind, 6, G>};
         return TILES[rows - 1];
     } else {
-        static constexpr Tile TILES[] = {tile<Kind, 1, G>, tile<Kind, 2, G>, tile<Kind, 3, G>, tile<Kind, 4, G>};
+        static constexpr Tile TILES[] = {tile<BITS, Kind, 1, G>, tile<BITS, Kind, 2, G>, tile<BITS, Kind, 3, G>,
+                                         tile<BITS, Kind, 4, G>};
         static_assert(Kind::ROWS == 4);
         return TILES[rows - 1];
     }
@@ -551,40 +686,24 @@ template <class Kind>
 Tile tile_of(int64_t rows, int64_t groups) {
     if constexpr (GROUPS_AT_ONCE > 1) {
         switch (groups) {
-            case 2: return tile_of_rows<Kind, 2>(rows);
-            case 3: return tile_of_rows<Kind, 3>(rows);
-            case 4: return tile_of_rows<Kind, 4>(rows);
+            case 2: return tile_of_rows<READY, Kind, 2>(rows);
+            case 3: return tile_of_rows<READY, Kind, 3>(rows);
+            case 4: return tile_of_rows<READY, Kind, 4>(rows);
         }
     }
-    return tile_of_rows<Kind, 1>(rows);
+    return tile_of_rows<READY, Kind, 1>(rows);
 }
 
 // Chunks of `apart` groups become lines as tiles want them, [steps][apart].
 template <int BITS, class Kind>
-void unpack(const Line* from, int64_t chunks, int64_t apart, Line* to, const Line* ahead) {
-    constexpr int LINES = Chunk<BITS>::LINES, STEPS = Chunk<BITS>::INS / Kind::INS;
+void unpack(const Line* from, int64_t chunks, int64_t apart, Line* to) {
+    using Read = Reads<BITS, Kind>;
     for (int64_t chunk = 0; chunk < chunks; chunk++)
         for (int64_t g = 0; g < apart; g++) {
-            u32x16 lines[LINES];
-            for (int l = 0; l < LINES; l++) {
-                if (ahead) __builtin_prefetch(ahead++, 0, 3);
-                lines[l] = load_line(*from++);
-            }
-            for (int i = 0; i < STEPS; i++) {
-                Line& line = to[(chunk * STEPS + i) * apart + g];
-                if constexpr (IS_WHOLE<Kind>) {
-                    const u32x16 bytes = bytes_of<BITS>(lines, i);
-                    std::memcpy(line.words, &bytes, sizeof bytes);
-#if defined(__AVX512BF16__)
-                } else if constexpr (Kind::INS == 2) {
-                    const __m512i codes = reinterpret_cast<__m512i>(lines[0]);
-                    _mm512_store_si512(line.words, to_bf16(i ? codes : _mm512_slli_epi16(codes, 8)));
-#endif
-                } else {
-                    const f32x16 values = to_float(lines[0], i);
-                    std::memcpy(line.words, &values, sizeof values);
-                }
-            }
+            Words coded[Read::LINES];
+            for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(*from++);
+            for (int i = 0; i < Read::STEPS; i++)
+                store_line(to[(chunk * Read::STEPS + i) * apart + g], widened<BITS, Kind>(coded, i));
         }
 }
 
@@ -606,22 +725,32 @@ struct Product {
             const Run& run = inputs.runs.all[r];
             if (run.lines == run.lines_of_group) load_heads(panel, run, scales, zeros);
             const Line* codes = panel.codes(run);
-            const int64_t used = run.chunks * layout.chunk_lines * panel.apart, steps = run.chunks * Chunk<BITS>::INS / Kind::INS;
-            const Line *ahead = codes + AHEAD, *ready = codes;
-            if constexpr (BITS != 8) {
-                unpack<BITS, Kind>(codes, run.chunks, panel.apart, unpacked, tiles == 1 ? ahead : nullptr);
-                ready = unpacked;
+            const int64_t lines = run.chunks * layout.chunk_lines * panel.apart;
+            Work work{&inputs.words[row * width + run.word], width, &inputs.factors[row * runs + r], &inputs.sums[row * runs + r],
+                      runs, codes, scales, weight.has_zeros ? zeros : nullptr, run.chunks, weight.zero, totals, r == 0,
+                      codes + AHEAD, 0};
+            if (BITS != 8 && tiles == 1 && panel.apart == GROUPS_AT_ONCE) {  // codes are of use once
+                work.fetch = layout.chunk_lines * GROUPS_AT_ONCE;
+                tile_of_rows<BITS, Kind, GROUPS_AT_ONCE>(rows)(work);
+                continue;
             }
-            const bool fetches = BITS == 8 || tiles > 1;
-            const int64_t turns = (steps + STEPS_AT_ONCE - 1) / STEPS_AT_ONCE;
+            if constexpr (BITS != 8) {
+                unpack<BITS, Kind>(codes, run.chunks, panel.apart, unpacked);
+                work.lines = unpacked;
+                work.reads *= Chunk<BITS>::INS / Kind::INS;
+            }
+            const int64_t fetch = (lines + work.reads - 1) / work.reads;  // in each read, by all tiles
             for (int64_t t = 0; t < tiles; t++) {
-                const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first, at = row + first;
-                const int64_t from = used * t / tiles, share = used * (t + 1) / tiles - from;
-                tile_of<Kind>(count, panel.apart)({&inputs.words[at * width + run.word], width, &inputs.factors[at * runs + r],
-                                                   &inputs.sums[at * runs + r], runs, ready, scales,
-                                                   weight.has_zeros ? zeros : nullptr, steps, weight.zero,
-                                                   totals + first * PANEL, r == 0, ahead + from,
-                                                   fetches ? (share + turns - 1) / turns : 0});
+                const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+                const int64_t from = fetch * t / tiles;
+                Work mine = work;
+                mine.words += first * width;
+                mine.factors += first * runs;
+                mine.sums += first * runs;
+                mine.totals += first * PANEL;
+                mine.ahead += from * work.reads;
+                mine.fetch = fetch * (t + 1) / tiles - from;
+                tile_of<Kind>(count, panel.apart)(mine);
             }
         }
     }
