@@ -29,6 +29,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
+from penstock.core.device import QUANTIZATIONS
 from penstock.core.layout import KV_DTYPES
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
@@ -89,6 +90,13 @@ ENGINE_OPTIONS = (
         one_of("auto", "bfloat16", "float16", "float32"),
         "auto",
         "data type of weights; auto is the checkpoint's",
+    ),
+    Option(
+        "quantization",
+        one_of(*QUANTIZATIONS),
+        "auto",
+        "quantise a plain checkpoint when it is loaded: int8, int4, fp8, hqq4, hqq3 or hqq2; one that is quantised "
+        "needs no flag",
     ),
     Option(
         "kv-cache-dtype",

@@ -102,7 +102,7 @@ def _check_engines(deployment: Deployment) -> None:
     directory = find_checkpoint(deployment.model)
     for group in real:
         check_engine(EngineOptions(**engine_options(directory, dict(group.options))), torch.device(group.device))
-        read_architecture(directory, group.ranks, group.options["max_model_len"])
+        read_architecture(directory, group.ranks, group.options["max_model_len"], group.options["quantization"])
 
 
 def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:

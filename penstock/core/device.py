@@ -59,6 +59,13 @@ class DeviceModel:
         )
 
 
+# --quantization: what a plain checkpoint is quantised to when it is loaded -> bits of a weight, with its part of scales
+# and zeros
+WEIGHT_BITS = {"int8": 8.0, "int4": 4.5, "fp8": 8.0, "hqq4": 4.5, "hqq3": 3.5, "hqq2": 2.5}
+QUANTISED = ("gptq", "awq", "compressed-tensors", "fbgemm_fp8", "hqq")  # and fp8: checkpoints that are so
+QUANTIZATIONS = ("auto", *WEIGHT_BITS, *QUANTISED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The geometry of a dense decoder with a gated MLP, named as in its config.json.

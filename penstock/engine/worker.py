@@ -194,6 +194,7 @@ class Worker:
             self.shard,
             model_len=options.max_model_len,
             load_format=options.load_format,
+            quantization=options.quantization,
             progress=progress,
             peers=self._peers,
         )

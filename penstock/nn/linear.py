@@ -120,7 +120,7 @@ class Linear(nn.Module):
             return
         if name != self.format.main or not self.format.by_rows:
             waiting = self._waiting.setdefault(part, {})
-            tensor, whole = _gathered(waiting, name, tensor, first, self.tensors(part)[name].shape)
+            tensor, whole = _gathered(waiting, name, tensor, first, self.tensors(part)[name].shape or ())
             if name != self.format.main or not whole:
                 return
             first, rows = 0, width
@@ -128,7 +128,8 @@ class Linear(nn.Module):
             rows = len(tensor)
         others = self._waiting.get(part, {})
         for place, outs in self._held(part, first, rows):
-            self.method.put(self.weight, place, self.format.rows(tensor, others, first, outs, self.own_ins))
+            wanted = self.format.rows(tensor, others, first, outs, self.own_ins, self.ins)
+            self.method.put(self.weight, place, wanted)
         if first + rows == width:
             self._waiting.pop(part, None)
 

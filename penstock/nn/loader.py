@@ -39,7 +39,9 @@ from penstock.nn.checkpoint import (
     weight_files,
 )
 from penstock.nn.config import DecoderConfig
-from penstock.nn.formats.base import Expected
+from penstock.nn.formats import Quantisation, read_quantisation
+from penstock.nn.formats.base import Expected, Format, check_cut
+from penstock.nn.formats.dense import DENSE
 from penstock.nn.image import Arena, Image, Peers
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
@@ -47,13 +49,13 @@ from penstock.nn.methods import method_for
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.packed import layout
 from penstock.nn.reading import changed, pieces
 from penstock.nn.weight_cache import WeightCache
 
 log = logging.getLogger("penstock.loader")
 IDENTITY_BYTES = 4096  # of every tensor
-IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
+# derived values that older checkpoints carry, and scales of a KV cache, which has its own here
+IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 HEAD = "lm_head.weight"
@@ -95,6 +97,7 @@ def load(
     load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     peers: Peers | None = None,
+    quantization: str | None = None,
 ) -> Loaded:
     """Build the architecture that config.json names and fill it.
 
@@ -107,6 +110,8 @@ def load(
         progress: called with the bytes that are loaded and all that are to be.
         peers: that may give weights, and be given them, of a model on a CPU; None without any. Of a shard it is the
             same rank of theirs that does.
+        quantization: one of `formats.AT_LOAD`, by which a plain checkpoint is quantised; None or "auto" leaves it as it
+            is.
 
     Raises:
         RankFailed: one of the ranks that load this model together has failed.
@@ -114,24 +119,24 @@ def load(
             that does not fit into memory.
     """
     began = time.monotonic()
-    cls, config, headless = read_architecture(directory, shard.size, model_len)
+    cls, config, headless, quantisation = read_architecture(directory, shard.size, model_len, quantization)
     dtype = dtype or config.dtype or _stored_dtype(directory)
     key = None
-    method = method_for(device, dtype)
     try:
         with torch.device("meta"):
             model = cls(config, shard).to(dtype)
-            model.hold(method)
+            _hold(model, quantisation, device, dtype)
         model.headless = headless
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
     before, files = _states(directory), file_times(directory)
     tensors = _check_weights(model, directory)
-    if method.kept and cache is not None and cache.wants(model):
-        key = cache_key(directory, dtype, shard)
+    form = held(model)
+    if device.type == "cpu" and _keeps(model) and cache is not None and cache.wants(model):
+        key = cache_key(directory, dtype, shard, form)
     name, arena = "", None
     if peers is not None and device.type == "cpu":
-        name, arena = image_key(directory, dtype, method, shard), Arena()
+        name, arena = image_key(directory, dtype, form, shard), Arena()
     image, source = _find_whole(model, peers if name else None, name, cache, key)
     if not _any_loads(shard, image is not None):
         model.bound_logits()
@@ -143,7 +148,7 @@ def load(
         arena = None
     fill(None if image is not None else model, tensors, load_format, device, shard, progress, arena)
     _check_same(directory, before)
-    if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
+    if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard, form):
         cache.remember(key, model)  # not if it changed meanwhile
     model.bound_logits(take=None if arena is None else arena.take)
     if arena is not None:
@@ -237,17 +242,58 @@ def _any_loads(shard: Shard, found: bool) -> bool:
     return not shard.ranks.on_host.gather(torch.tensor(found)).all()
 
 
+def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtype: torch.dtype) -> None:
+    """Have every linear of a model hold its weight by the best method for what the checkpoint has of it.
+
+    Raises:
+        ConfigError: projections that are computed as one are quantised differently, or the model cannot be split so.
+    """
+
+    def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
+        block = LAYER.match(path)
+        names = ("lm_head",) if block is None else [block[0] + name for name in model.weights[path[block.end() :]]]
+        formats = [quantisation.of(name) for name in names]
+        for name, form in zip(names, formats, strict=True):
+            if form != formats[0]:
+                raise ConfigError(
+                    f"{name} and {names[0]} are computed as one, but quantised differently in the checkpoint", "model"
+                )
+        linear = model.get_submodule(path)
+        assert isinstance(linear, Linear)
+        if (codes := formats[0].codes) is not None and not codes.ordered:
+            try:
+                check_cut(codes.group, linear.own_ins, linear.ins)
+            except ValueError as error:
+                raise ConfigError(
+                    f"tensor-parallel-size: {model.shard.size}, {names[0]}: {error}", "tensor-parallel-size"
+                ) from None
+        return method_for(device, dtype, codes), formats[0]
+
+    model.hold_each(how)
+
+
+def _keeps(model: Decoder) -> bool:
+    return any(part.method.kept for part in model.modules() if isinstance(part, Linear))
+
+
+def held(model: Decoder) -> str:
+    """Names how a model's weights come out of a checkpoint, and lie in memory here."""
+    linears = [part for part in model.modules() if isinstance(part, Linear)]
+    return "; ".join(sorted({f"{linear.format.key()} {linear.method.layout()}" for linear in linears}))
+
+
 def read_architecture(
-    directory: Path, shards: int = 1, model_len: int | None = None
-) -> tuple[type[Decoder], DecoderConfig, bool]:
+    directory: Path, shards: int = 1, model_len: int | None = None, quantization: str | None = None
+) -> tuple[type[Decoder], DecoderConfig, bool, Quantisation]:
     """What the checkpoint's config.json says, once it is known that such a model can be served; no weight is read.
 
     Args:
         shards: over how many ranks the model is spread.
-        model_len: as `load` has it.
+        model_len, quantization: as `load` has them.
 
     Returns:
-        The model's class, its configuration, and whether no weights of an output head are there, as in an embedder.
+        The model's class, its configuration, whether no weights of an output head are there, as in an embedder, and how
+        it is quantised.
 
     Raises:
         ConfigError: unsupported architecture or option; no weights; a model that cannot be split into so many shards,
@@ -256,13 +302,15 @@ def read_architecture(
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
     check_finite(hf, str(directory / "config.json"))
-    if hf.get("quantization_config"):
-        raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
+    found = {_full(tensor.name): tensor for tensor in stored(directory)}
     try:
+        quantisation = read_quantisation(hf, found, quantization)
         cls = architecture(hf)
         config = rope.settled(cls.read_config(hf), model_len)
         rope.check(config)
         headless = not config.tie_embeddings and _headless(directory)
+        if not quantisation.at_load and quantisation.of("lm_head") != DENSE:
+            config = replace(config, tie_embeddings=False)  # what is quantised is no embedding
         if headless:
             config = replace(config, tie_embeddings=True)  # so that none is missed
     except ConfigError:
@@ -275,7 +323,7 @@ def read_architecture(
     most = rope.longest(config)
     if model_len is not None and not 2 <= model_len <= most:
         raise ConfigError(f"max-model-len: {model_len}, this checkpoint allows 2 to {most}", "max-model-len")
-    return cls, config, headless
+    return cls, config, headless, quantisation
 
 
 def _check_shards(config: DecoderConfig, size: int) -> None:
@@ -299,11 +347,14 @@ def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigE
 
 def _stored_dtype(directory: Path) -> torch.dtype:
     """Of the first weight in the files, for checkpoints whose config.json does not say."""
-    first = next(stored(directory), None)
+    first = None
+    for tensor in stored(directory):
+        if tensor.dtype in FLOATS:
+            return DTYPES[tensor.dtype]
+        first = first or tensor
     if first is None:
         raise ConfigError(f"{weight_files(directory)[0]}: holds no weights", "model")
-    _check_dtype(first)
-    return DTYPES[first.dtype]
+    raise _of_other_dtype(first, FLOATS)
 
 
 def _full(name: str) -> str:
@@ -314,7 +365,7 @@ def _full(name: str) -> str:
 def _headless(directory: Path) -> bool:
     """Whether it was saved without a head, as embedding models are whose config.json has one."""
     names = [tensor.name for tensor in stored(directory)]
-    return HEAD not in names and any(name.startswith(BARE) for name in names)
+    return not any(name.startswith("lm_head.") for name in names) and any(name.startswith(BARE) for name in names)
 
 
 def identity(directory: Path) -> str:
@@ -344,10 +395,14 @@ def identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
-    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does."""
+def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE, form: str = "") -> str:
+    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
+
+    Args:
+        form: as of `held`.
+    """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
-    digest.update(f"{dtype} {layout()} {shard.rank} {shard.size} with bounded logits".encode())
+    digest.update(f"{dtype} {form} {shard.rank} {shard.size} with bounded logits".encode())
     digest.update(file_times(directory).encode())
     return digest.hexdigest()
 
@@ -364,10 +419,14 @@ def file_times(directory: Path) -> str:
     return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
 
 
-def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any, Any], shard: Shard = WHOLE) -> str:
-    """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does."""
+def image_key(directory: Path, dtype: torch.dtype, form: str, shard: Shard = WHOLE) -> str:
+    """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does.
+
+    Args:
+        form: as of `held`.
+    """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
-    digest.update(f"{dtype} {method.layout()} {shard.rank} {shard.size}".encode())
+    digest.update(f"{dtype} {form} {shard.rank} {shard.size}".encode())
     return digest.hexdigest()
 
 
@@ -415,7 +474,11 @@ def places(model: Decoder) -> dict[str, Place]:
         sources = (path,) if block is None else model.weights[path[block.end() :]]
         for i, source in enumerate(sources):
             number = i if len(sources) > 1 else None
-            for name, expected in part.tensors(number).items():
+            try:
+                tensors = part.tensors(number)
+            except ValueError as error:
+                raise ConfigError(f"{block[0] if block else ''}{source}: {error}", "quantization_config") from None
+            for name, expected in tensors.items():
                 found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, expected)
     return found
 
@@ -437,17 +500,17 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
             continue
         if name == HEAD and model.lm_head is None:
             expected = model.model.embed_tokens.tensors()["weight"]
-            if shape != list(expected.shape):
-                raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {list(expected.shape)}", "model")
         elif name not in wanted:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
         elif name in seen:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
         else:
             expected = wanted[name].expected
-            one = math.prod(shape) == 1 == math.prod(expected.shape)
-            if shape != list(expected.shape) and not one:
-                raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(expected.shape)}", "model")
+        if expected.shape is None:
+            continue
+        one = math.prod(shape) == 1 == math.prod(expected.shape)
+        if shape != list(expected.shape) and not one:
+            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(expected.shape)}", "model")
         _check_dtype(tensor, expected.dtypes)
         seen.add(name)
         found.append(tensor)
@@ -462,8 +525,12 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
 
 def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:
     if tensor.dtype not in dtypes:
-        allowed = ", ".join(dtypes)
-        raise ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
+        raise _of_other_dtype(tensor, dtypes)
+
+
+def _of_other_dtype(tensor: Stored, dtypes: Sequence[str]) -> ConfigError:
+    allowed = ", ".join(dtypes)
+    return ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
 
 
 def fill(

@@ -103,7 +103,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, ins: int) -> Tensor:
     """What `pack` was given."""
     if bits == 8:
-        return packed
+        return packed[:, :ins]
     rows = len(packed)
     if bits == 3:
         octets = packed.view(rows, -1, 3).to(torch.int32)

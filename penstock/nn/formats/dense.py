@@ -12,10 +12,14 @@ from penstock.nn.formats.base import Expected, Format
 
 @dataclass(frozen=True)
 class Dense(Format[Tensor]):
+    codes = None
+
     def tensors(self, outs: int, ins: int) -> dict[str, Expected]:
         return {"weight": Expected((outs, ins))}
 
-    def rows(self, main: Tensor, others: Mapping[str, Tensor], first: int, outs: range, ins: range) -> Tensor:
+    def rows(
+        self, main: Tensor, others: Mapping[str, Tensor], first: int, outs: range, ins: range, width: int
+    ) -> Tensor:
         return main[outs.start - first : outs.stop - first, ins.start : ins.stop]
 
 
