@@ -41,46 +41,11 @@ auto with_bits(int64_t bits, F&& f) {
     }
 }
 
-// A line in registers. In halves where these are smaller, because gcc 12 has no others for vectors of 64 bytes.
-#if defined(__AVX512F__)
-using Words = u32x16;
-#else
-typedef uint32_t u32x8 __attribute__((vector_size(32)));
-typedef int32_t i32x8 __attribute__((vector_size(32)));
-typedef float f32x8 __attribute__((vector_size(32)));
-
-struct Words {
-    u32x8 half[2];
-};
-PENSTOCK_INLINE Words operator>>(Words x, int by) { return {x.half[0] >> by, x.half[1] >> by}; }
-PENSTOCK_INLINE Words operator<<(Words x, int by) { return {x.half[0] << by, x.half[1] << by}; }
-PENSTOCK_INLINE Words operator&(Words x, uint32_t y) { return {x.half[0] & y, x.half[1] & y}; }
-PENSTOCK_INLINE Words operator|(Words x, Words y) { return {x.half[0] | y.half[0], x.half[1] | y.half[1]}; }
-#endif
-
-PENSTOCK_INLINE Words load_line(const Line& line) {
-    const auto part = [&](auto words, int first) {
-        std::memcpy(&words, line.words + first, sizeof words);
-        return words;
-    };
-#if defined(__AVX512F__)
-    return part(Words{}, 0);
-#else
-    return {part(u32x8{}, 0), part(u32x8{}, 8)};
-#endif
-}
-
-PENSTOCK_INLINE void store_line(Line& line, Words words) {
-#if defined(__AVX512F__)
-    std::memcpy(line.words, &words, sizeof words);
-#else
-    for (int h = 0; h < 2; h++) std::memcpy(line.words + 8 * h, &words.half[h], sizeof words.half[h]);
-#endif
-}
+PENSTOCK_INLINE u32x16 load_line(const Line& line) { return get<u32x16>(line.words); }
 
 // Bytes number `i` of what a chunk becomes.
 template <int BITS>
-PENSTOCK_INLINE Words bytes_of(const Words (&lines)[Chunk<BITS>::LINES], int i) {
+PENSTOCK_INLINE u32x16 bytes_of(const u32x16 (&lines)[Chunk<BITS>::LINES], int i) {
     if constexpr (BITS == 4) return lines[0] >> (4 * i) & 0x0f0f0f0f;
     if constexpr (BITS == 2) return lines[0] >> (2 * i) & 0x03030303;
     if constexpr (BITS == 3) return (lines[i / 4] >> (i % 4 * 2) & 0x03030303) | (lines[2] >> i & 0x01010101) << 2;
@@ -111,10 +76,10 @@ void encode(const uint8_t* codes, uint32_t (&words)[Chunk<BITS>::LINES]) {
 
 template <int BITS>
 void decode(const uint32_t (&words)[Chunk<BITS>::LINES], uint8_t* codes) {
-    Words lines[Chunk<BITS>::LINES];
-    for (int l = 0; l < Chunk<BITS>::LINES; l++) std::memcpy(&lines[l], &words[l], 4);
+    u32x16 lines[Chunk<BITS>::LINES];
+    for (int l = 0; l < Chunk<BITS>::LINES; l++) lines[l] = as<u32x16>(splat_i32(static_cast<int32_t>(words[l])));
     for (int i = 0; i < Chunk<BITS>::INS / 4; i++) {
-        const Words bytes = bytes_of<BITS>(lines, i);
+        const uint32_t bytes = bytes_of<BITS>(lines, i)[0];
         std::memcpy(codes + 4 * i, &bytes, 4);
     }
     if constexpr (BITS == 0) std::swap(codes[1], codes[2]);
@@ -189,238 +154,106 @@ PENSTOCK_INLINE f32x16 load_scales(const Quantised& weight, const char* from) {
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
-    __m256 halves[2];
-    for (int i = 0; i < 2; i++) halves[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
-    f32x16 values;
-    std::memcpy(&values, halves, sizeof values);
-    return values;
+    const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+    return two<f32xR>(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
 #else
-    u16x16 halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const u32x16 bits = __builtin_convertvector(halves, u32x16), size = bits & 0x7fff;
-    const f32x16 small = __builtin_convertvector(reinterpret_cast<i32x16>(size), f32x16) * splat(0x1p-24f);
-    const f32x16 normal = reinterpret_cast<f32x16>((size << 13) + (112u << 23));
-    const f32x16 value = where(reinterpret_cast<i32x16>(size) < 0x400, small, normal);
-    return reinterpret_cast<f32x16>(reinterpret_cast<u32x16>(value) | (bits & 0x8000) << 16);
+    const u32x16 bits = widen_u16(get<u16x16>(from)), size = bits & 0x7fff;
+    const f32x16 small = to_f32(size) * splat(0x1p-24f), normal = as<f32x16>((size << 13) + (112u << 23));
+    const f32x16 value = where(as<i32x16>(size) < 0x400, small, normal);
+    return as<f32x16>(as<u32x16>(value) | (bits & 0x8000) << 16);
 #endif
 }
 
 // --- what a step of a sum multiplies: of each output, and of a row, some inputs
 
-// Four codes, which are bytes, with four whole numbers of 8 bits. SMALL: codes are below 16.
-template <bool SMALL>
-struct Whole;
+PENSTOCK_INLINE u32x16 splat_word(uint32_t word) { return as<u32x16>(splat_i32(static_cast<int32_t>(word))); }
 
+// Four codes, which are bytes, with four whole numbers of 8 bits.
 #if defined(__AVX512VNNI__)
-
-template <bool SMALL>
 struct Whole {
     using Sum = i32x16;  // not __m512i, between which and this gcc 12 moves registers
-    using Factor = i32x16;
+    using Factor = u32x16;
     static constexpr int INS = 4, ROWS = 6, WORDS = 1;
     static constexpr bool WHOLE = true;
-    static Sum begin(int32_t value) { return i32x16{} + value; }
-    static f32x16 total(Sum sum) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(sum)); }
-    static Factor factor(Words line) { return reinterpret_cast<Factor>(line); }
+    static Factor factor(u32x16 line) { return line; }
     static Sum add(Sum sum, Factor codes, const uint32_t* x) {
-        const i32x16 words = i32x16{} + static_cast<int32_t>(*x);
-        return reinterpret_cast<Sum>(_mm512_dpbusd_epi32(
-            reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512i>(words)));
+        return as<Sum>(_mm512_dpbusd_epi32(as<__m512i>(sum), as<__m512i>(codes), as<__m512i>(splat_word(*x))));
     }
 };
-
-#elif defined(__AVX512BW__) || defined(__AVX2__)
-
-#if defined(__AVX512BW__)
-using Part = __m512i;
-constexpr int PARTS = 1;
-inline Part splat_word(uint32_t word) { return _mm512_set1_epi32(word); }
-inline Part add_words(Part a, Part b) { return _mm512_add_epi32(a, b); }
-inline Part multiply_halves(Part a, Part b) { return _mm512_madd_epi16(a, b); }
-inline Part multiply_bytes(Part codes, Part x) { return _mm512_madd_epi16(_mm512_maddubs_epi16(codes, x), _mm512_set1_epi16(1)); }
-inline Part even_bytes(Part x) { return _mm512_and_si512(x, _mm512_set1_epi16(255)); }
-inline Part odd_bytes(Part x) { return _mm512_srli_epi16(x, 8); }
+using Small = Whole;
 #else
-using Part = __m256i;
-constexpr int PARTS = 2;
-inline Part splat_word(uint32_t word) { return _mm256_set1_epi32(word); }
-inline Part add_words(Part a, Part b) { return _mm256_add_epi32(a, b); }
-inline Part multiply_halves(Part a, Part b) { return _mm256_madd_epi16(a, b); }
-inline Part multiply_bytes(Part codes, Part x) { return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)); }
-inline Part even_bytes(Part x) { return _mm256_and_si256(x, _mm256_set1_epi16(255)); }
-inline Part odd_bytes(Part x) { return _mm256_srli_epi16(x, 8); }
-#endif
-
-struct Parts {
-    Part part[PARTS];
-};
-
-inline Parts splat_parts(int32_t value) {
-    Parts sum;
-    for (Part& part : sum.part) part = splat_word(value);
-    return sum;
-}
-
-inline f32x16 total_of(const Parts& sum) {
-    f32x16 total;
-#if defined(__AVX512BW__)
-    total = _mm512_cvtepi32_ps(sum.part[0]);
-#else
-    const __m256 halves[2] = {_mm256_cvtepi32_ps(sum.part[0]), _mm256_cvtepi32_ps(sum.part[1])};
-    std::memcpy(&total, halves, sizeof halves);
-#endif
-    return total;
-}
-
-PENSTOCK_INLINE Parts parts_of(Words line) {
-#if defined(__AVX512BW__)
-    return {{reinterpret_cast<Part>(line)}};
-#else
-    return {{reinterpret_cast<Part>(line.half[0]), reinterpret_cast<Part>(line.half[1])}};
-#endif
-}
-
-// Sums of two products have room in 16 bits.
-template <>
-struct Whole<true> {
-    using Sum = Parts;
-    using Factor = Parts;
-    static constexpr int INS = 4, ROWS = 4, WORDS = 1;
-    static constexpr bool WHOLE = true;
-    static Sum begin(int32_t value) { return splat_parts(value); }
-    static f32x16 total(const Sum& sum) { return total_of(sum); }
-    static Factor factor(Words line) { return parts_of(line); }
-    static Sum add(Sum sum, Factor codes, const uint32_t* x) {
-        const Part words = splat_word(*x);
-        for (int p = 0; p < PARTS; p++) sum.part[p] = add_words(sum.part[p], multiply_bytes(codes.part[p], words));
-        return sum;
-    }
-};
-
-// They have not, so both factors are widened: of a row the first and third of four inputs, then the second and fourth.
-template <>
-struct Whole<false> {
-    using Sum = Parts;
+// Both are widened: of a row the first and third of four, then the second and fourth.
+struct Whole {
+    using Sum = i32x16;
     struct Factor {
-        Parts even, odd;
+        i16x32 even, odd;
     };
     static constexpr int INS = 4, ROWS = 4, WORDS = 2;
     static constexpr bool WHOLE = true;
-    static Sum begin(int32_t value) { return splat_parts(value); }
-    static f32x16 total(const Sum& sum) { return total_of(sum); }
-    static Factor factor(Words line) {
-        const Parts bytes = parts_of(line);
-        Factor factor;
-        for (int p = 0; p < PARTS; p++) {
-            factor.even.part[p] = even_bytes(bytes.part[p]);
-            factor.odd.part[p] = odd_bytes(bytes.part[p]);
-        }
-        return factor;
-    }
+    static Factor factor(u32x16 line) { return {as<i16x32>(line & 0x00ff00ff), as<i16x32>(line >> 8 & 0x00ff00ff)}; }
     static Sum add(Sum sum, const Factor& codes, const uint32_t* x) {
-        const Part even = splat_word(x[0]), odd = splat_word(x[1]);
-        for (int p = 0; p < PARTS; p++) {
-            sum.part[p] = add_words(sum.part[p], multiply_halves(codes.even.part[p], even));
-            sum.part[p] = add_words(sum.part[p], multiply_halves(codes.odd.part[p], odd));
-        }
-        return sum;
+        return dot_i16(dot_i16(sum, codes.even, as<i16x32>(splat_word(x[0]))), codes.odd, as<i16x32>(splat_word(x[1])));
     }
 };
-
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX512BW__)
+PENSTOCK_INLINE i16x32 dot_u8(u32x16 codes, u32x16 x) {
+    return as<i16x32>(_mm512_maddubs_epi16(as<__m512i>(codes), as<__m512i>(x)));
+}
 #else
-
-template <bool SMALL>
-struct Whole {
-    struct Sum {
-        i32x8 half[2];
-    };
-    using Factor = Words;
+PENSTOCK_INLINE i16x32 dot_u8(u32x16 codes, u32x16 x) {
+    return two((i16xR)_mm256_maddubs_epi16((__m256i)codes.lo, (__m256i)x.lo),
+               (i16xR)_mm256_maddubs_epi16((__m256i)codes.hi, (__m256i)x.hi));
+}
+#endif
+// Of codes below 16 the sum of two products has room in 16 bits.
+struct Small {
+    using Sum = i32x16;
+    using Factor = u32x16;
     static constexpr int INS = 4, ROWS = 4, WORDS = 1;
     static constexpr bool WHOLE = true;
-    static Sum begin(int32_t value) { return {i32x8{} + value, i32x8{} + value}; }
-    static f32x16 total(const Sum& sum) {
-        i32x16 whole;
-        std::memcpy(&whole, &sum, sizeof whole);
-        return __builtin_convertvector(whole, f32x16);
-    }
-    static Factor factor(Words line) { return line; }
+    static Factor factor(u32x16 line) { return line; }
     static Sum add(Sum sum, Factor codes, const uint32_t* x) {
-        int8_t bytes[4];
-        std::memcpy(bytes, x, 4);
-        for (int i = 0; i < 4; i++)
-            for (int h = 0; h < 2; h++)
-                sum.half[h] += reinterpret_cast<i32x8>(codes.half[h] >> (8 * i) & 255) * static_cast<int32_t>(bytes[i]);
-        return sum;
+        return dot_i16(sum, dot_u8(codes, splat_word(*x)), as<i16x32>(splat_i32(0x00010001)));
     }
 };
-
+#else
+using Small = Whole;
+#endif
 #endif
 
 #if defined(__AVX512BF16__)
 // Two bf16.
 struct Pairs {
     using Sum = f32x16;
-    using Factor = Words;
+    using Factor = u32x16;
     static constexpr int INS = 2, ROWS = 6, WORDS = 1;
     static constexpr bool WHOLE = false;
-    static Sum begin(int32_t) { return f32x16{}; }
-    static f32x16 total(Sum sum) { return sum; }
-    static Factor factor(Words line) { return line; }
+    static Factor factor(u32x16 line) { return line; }
     static Sum add(Sum sum, Factor weights, const uint32_t* x) {
-        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(*x)), reinterpret_cast<__m512bh>(weights));
+        return _mm512_dpbf16_ps(sum, as<__m512bh>(splat_word(*x)), as<__m512bh>(weights));
     }
 };
 #endif
 
 // One float32.
 struct Floats {
-#if defined(__AVX512F__)
     using Sum = f32x16;
-    static constexpr int ROWS = 6;
-    static Sum begin(int32_t) { return f32x16{}; }
-    static f32x16 total(Sum sum) { return sum; }
-    static Sum add(Sum sum, Words weights, const uint32_t* x) {
-        return fma(reinterpret_cast<f32x16>(u32x16{} + *x), reinterpret_cast<f32x16>(weights), sum);
-    }
-#else
-    struct Sum {
-        f32x8 half[2];
-    };
-    static constexpr int ROWS = 4;
-    static Sum begin(int32_t) { return {}; }
-    static f32x16 total(const Sum& sum) {
-        f32x16 total;
-        std::memcpy(&total, &sum, sizeof total);
-        return total;
-    }
-    static Sum add(Sum sum, Words weights, const uint32_t* x) {
-        const f32x8 value = reinterpret_cast<f32x8>(u32x8{} + *x);
-        for (int h = 0; h < 2; h++) {
-            const f32x8 weight = reinterpret_cast<f32x8>(weights.half[h]);
-#if defined(__FMA__)
-            sum.half[h] = _mm256_fmadd_ps(value, weight, sum.half[h]);
-#else
-            sum.half[h] += value * weight;
-#endif
-        }
-        return sum;
-    }
-#endif
-    using Factor = Words;
-    static constexpr int INS = 1, WORDS = 1;
+    using Factor = f32x16;
+    static constexpr int INS = 1, ROWS = QUANTISED_GROUPS > 1 ? 6 : 4, WORDS = 1;
     static constexpr bool WHOLE = false;
-    static Factor factor(Words line) { return line; }
+    static Factor factor(u32x16 line) { return as<f32x16>(line); }
+    static Sum add(Sum sum, Factor weights, const uint32_t* x) { return fma(as<f32x16>(splat_word(*x)), weights, sum); }
 };
 
 // What codes of some bits are multiplied as, with rows of T.
-#if defined(__AVX512VNNI__)
-constexpr bool SMALL_DIFFER = false;
-#else
-constexpr bool SMALL_DIFFER = true;
-#endif
 template <int BITS, class T>
 struct KindOf {
-    using Type = Whole<SMALL_DIFFER && BITS != 8>;
+    using Type = Small;
+};
+template <class T>
+struct KindOf<8, T> {
+    using Type = Whole;
 };
 template <class T>
 struct KindOf<0, T> {
@@ -455,20 +288,11 @@ PENSTOCK_INLINE __m512i to_bf16(__m512i codes) {
 #endif
 
 // Codes number `i` of each word's four, as float32.
-template <class U, class I, class F>
-PENSTOCK_INLINE U to_float(U codes, int i) {
+PENSTOCK_INLINE f32x16 to_floats(u32x16 codes, int i) {
     const int at = i == 1 ? 16 : i == 2 ? 8 : 8 * i;
-    const U size = codes >> at & 127, sign = (codes >> at & 128) << 24;
-    const U small = reinterpret_cast<U>(__builtin_convertvector(reinterpret_cast<I>(size), F) * 0x1p-9f);
-    const U normal = (size << 20) + (120u << 23), is_small = reinterpret_cast<U>(reinterpret_cast<I>(size) < 8);
-    return (is_small & small) | (~is_small & normal) | sign;
-}
-PENSTOCK_INLINE Words to_floats(Words codes, int i) {
-#if defined(__AVX512F__)
-    return to_float<u32x16, i32x16, f32x16>(codes, i);
-#else
-    return {to_float<u32x8, i32x8, f32x8>(codes.half[0], i), to_float<u32x8, i32x8, f32x8>(codes.half[1], i)};
-#endif
+    const u32x16 size = codes >> at & 127, sign = (codes >> at & 128) << 24;
+    const f32x16 small = to_f32(as<i32x16>(size)) * splat(0x1p-9f), normal = as<f32x16>((size << 20) + (120u << 23));
+    return as<f32x16>(as<u32x16>(where(as<i32x16>(size) < 8, small, normal)) | sign);
 }
 
 // --- rows, ready to be multiplied
@@ -484,7 +308,6 @@ struct Inputs {
 // where one of the values is none.
 template <class T>
 float quantise(const T* x, int64_t count, int8_t* to, int32_t* sum) {
-    typedef int8_t i8x16 __attribute__((vector_size(16)));
     f32x16 values[RUN / LANES], most{}, nothing{};
     const int64_t vectors = (count + LANES - 1) / LANES;
     for (int64_t v = 0; v < vectors; v++) {
@@ -498,8 +321,7 @@ float quantise(const T* x, int64_t count, int8_t* to, int32_t* sum) {
     i32x16 total{};
     for (int64_t v = 0; v < vectors; v++) {
         const i32x16 whole = to_whole(values[v] * inverse);
-        const i8x16 bytes = __builtin_convertvector(whole, i8x16);
-        std::memcpy(to + v * LANES, &bytes, sizeof bytes);
+        store_i8(to + v * LANES, whole);
         total += whole;
     }
     *sum = 0;
@@ -566,16 +388,16 @@ void prepare_rows(const Quantised& weight, const Layout& layout, const T* x, int
 
 // What BITS become when they are multiplied: step `i` of a chunk.
 template <int BITS, class Kind>
-PENSTOCK_INLINE Words widened(const Words (&lines)[Chunk<BITS>::LINES], int i) {
+PENSTOCK_INLINE u32x16 widened(const u32x16 (&lines)[Chunk<BITS>::LINES], int i) {
     if constexpr (Kind::WHOLE) {
         return bytes_of<BITS>(lines, i);
 #if defined(__AVX512BF16__)
     } else if constexpr (Kind::INS == 2) {
-        const __m512i codes = reinterpret_cast<__m512i>(lines[0]);
-        return reinterpret_cast<Words>(to_bf16(i ? codes : _mm512_slli_epi16(codes, 8)));
+        const __m512i codes = as<__m512i>(lines[0]);
+        return as<u32x16>(to_bf16(i ? codes : _mm512_slli_epi16(codes, 8)));
 #endif
     } else {
-        return to_floats(lines[0], i);
+        return as<u32x16>(to_floats(lines[0], i));
     }
 }
 
@@ -611,13 +433,24 @@ struct Work {
 // A sum over a run becomes part of a total.
 template <class Kind>
 PENSTOCK_INLINE void add_up(const Work& work, const typename Kind::Sum& sum, int m, int g) {
-    f32x16 scale = load(work.scales + g * LANES), value = Kind::total(sum);
+    f32x16 scale = load(work.scales + g * LANES), value;
     if constexpr (Kind::WHOLE) {
+        value = to_f32(sum);
         if (work.zeros) value = fma(-load(work.zeros + g * LANES), splat(static_cast<float>(work.sums[m * work.runs])), value);
         scale *= splat(work.factors[m * work.runs]);
+    } else {
+        value = sum;
     }
     float* total = work.totals + m * PANEL + g * LANES;
     store(total, fma(value, scale, work.first ? f32x16{} : load(total)));
+}
+
+template <class Sum>
+PENSTOCK_INLINE Sum beginning(int32_t start) {
+    if constexpr (std::is_same_v<Sum, i32x16>)
+        return splat_i32(start);
+    else
+        return Sum{};
 }
 
 template <int BITS, class Kind, int M, int G>
@@ -628,7 +461,7 @@ void tile(const Work& work) {
     for (int m = 0; m < M; m++) {
         const int32_t start = Kind::WHOLE ? -static_cast<int32_t>(work.zero) * work.sums[m * work.runs] : 0;
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) sums[m][g] = Kind::begin(start);
+        for (int g = 0; g < G; g++) sums[m][g] = beginning<typename Kind::Sum>(start);
     }
     const Line *lines = work.lines, *ahead = work.ahead;
     const uint32_t* words = work.words;
@@ -645,7 +478,7 @@ void tile(const Work& work) {
         } else {
 #pragma GCC unroll 4
             for (int g = 0; g < G; g++) {
-                Words coded[Read::LINES];
+                u32x16 coded[Read::LINES];
 #pragma GCC unroll 4
                 for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(lines[g * Read::LINES + l]);
 #pragma GCC unroll 8
@@ -700,10 +533,10 @@ void unpack(const Line* from, int64_t chunks, int64_t apart, Line* to) {
     using Read = Reads<BITS, Kind>;
     for (int64_t chunk = 0; chunk < chunks; chunk++)
         for (int64_t g = 0; g < apart; g++) {
-            Words coded[Read::LINES];
+            u32x16 coded[Read::LINES];
             for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(*from++);
             for (int i = 0; i < Read::STEPS; i++)
-                store_line(to[(chunk * Read::STEPS + i) * apart + g], widened<BITS, Kind>(coded, i));
+                put(to[(chunk * Read::STEPS + i) * apart + g].words, widened<BITS, Kind>(coded, i));
         }
 }
 
