@@ -101,6 +101,12 @@ class Linear(nn.Module):
         """It has got its memory, and is about to be loaded."""
         self.method.prepare(self.weight)
 
+    @property
+    def weight_bytes(self) -> int:
+        """That it takes in memory."""
+        held = self.weight.parameters() if isinstance(self.weight, nn.Module) else (self.weight,)
+        return sum(part.nbytes for part in held)
+
     def tensors(self, part: int | None = None) -> dict[str, Expected]:
         """What a checkpoint has of one projection, or of all of them as one. Raises ValueError as the format does."""
         width = sum(self.outs) if part is None else self.outs[part]

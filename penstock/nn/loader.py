@@ -73,6 +73,7 @@ class Loaded:
         source: where they came from.
         seconds: that this took.
         files: `file_times` of the checkpoint, from before they were looked for.
+        quantised: what a plain checkpoint was quantised to; "" where it was not. K and V depend on it.
     """
 
     model: Decoder
@@ -80,6 +81,7 @@ class Loaded:
     source: Source
     seconds: float
     files: str
+    quantised: str
 
 
 def load_model(*args: Any, **kwargs: Any) -> Decoder:
@@ -102,7 +104,8 @@ def load(
     """Build the architecture that config.json names and fill it.
 
     Args:
-        dtype: of the weights; None takes the checkpoint's.
+        dtype: of the weights, and of activations; None takes the checkpoint's, but for a quantised one in float16 on a
+            CPU bfloat16.
         cache: where packed weights are looked for, and are remembered to be saved if they were not there.
         shard: what of every layer is loaded.
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
@@ -120,8 +123,12 @@ def load(
     """
     began = time.monotonic()
     cls, config, headless, quantisation = read_architecture(directory, shard.size, model_len, quantization)
-    dtype = dtype or config.dtype or _stored_dtype(directory)
-    key = None
+    if dtype is None:
+        dtype = config.dtype or _stored_dtype(directory)
+        if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
+            dtype = torch.bfloat16  # which there are kernels for; float16 is what the quantisers' GPU kernels take
+            log.info("activations are in bfloat16, not in the checkpoint's float16; --dtype says otherwise")
+    key, asked = None, quantisation.name if quantisation.at_load else ""
     try:
         with torch.device("meta"):
             model = cls(config, shard).to(dtype)
@@ -141,7 +148,7 @@ def load(
     if not _any_loads(shard, image is not None):
         model.bound_logits()
         _check_same(directory, before)
-        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
+        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
     if image is None:
         _take_memory(model, device, directory, arena)
     else:
@@ -153,7 +160,7 @@ def load(
     model.bound_logits(take=None if arena is None else arena.take)
     if arena is not None:
         image = arena.image(name, model)
-    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
+    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
 
 
 def _told(loaded: Loaded) -> Loaded:

@@ -175,7 +175,7 @@ class QuantisedWeight(nn.Module):
         dense[:, self.order.long()] = weight
         return dense
 
-    def columns(self, index: Tensor | None = None) -> Tensor:
+    def columns(self, index: Tensor | slice | None = None) -> Tensor:
         """The same with inputs in the order of codes; of all outputs or of some, [rows] int64."""
         codes, scales, zeros = (
             part if part is None or index is None else part[index] for part in (self.codes, self.scales, self.zeros)

@@ -318,6 +318,16 @@ def test_a_projection_of_several_that_is_quantised_otherwise_is_refused(plain, t
         load_model(tmp_path, CPU)
 
 
+def test_activations_of_a_checkpoint_in_float16_are_in_a_dtype_that_kernels_have(tmp_path, caplog):
+    plain = write_checkpoint(tmp_path / "plain", "llama", **SIZES, dtype=torch.float16)
+    quantise_checkpoint(plain, tmp_path, awq(32))
+    with caplog.at_level("INFO", "penstock.loader"):
+        assert load_model(tmp_path, CPU).dtype == torch.bfloat16
+    assert "not in the checkpoint's float16" in caplog.text
+    assert load_model(tmp_path, CPU, torch.float16).dtype == torch.float16
+    assert load_model(plain, CPU, quantization="int8").dtype == torch.float16
+
+
 def test_what_is_asked_for_beside_a_quantised_checkpoint(plain, tmp_path):
     quantise_checkpoint(plain, tmp_path, awq(32))
     load_model(tmp_path, CPU, quantization="awq")

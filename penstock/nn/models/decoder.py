@@ -122,6 +122,11 @@ class Decoder(nn.Module):
         return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     @property
+    def quantised(self) -> bool:
+        """Whether any of its weights is."""
+        return any(isinstance(part, Linear) and part.format.codes is not None for part in self.modules())
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
 

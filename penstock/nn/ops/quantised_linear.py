@@ -4,12 +4,19 @@ The reference multiplies with the dense weight in x's dtype: a backend keeps to 
 says of its inputs.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.nn.native import DTYPES, missing
 from penstock.nn.ops.backends import Backend, Op
+from penstock.nn.ops.linear import CPU, packed_linear
+from penstock.nn.packed import LANES, PackedWeight
 from penstock.nn.quantised import QuantisedWeight
+
+AT_ONCE = 1 << 22  # numbers of a dense weight
 
 
 def quantised_linear(
@@ -30,9 +37,33 @@ def quantised_rows(weight: QuantisedWeight, index: Tensor) -> Tensor:
 
 
 def _reference(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return _by_parts(functional.linear, x, weight, bias, dtype)
+
+
+def _packed(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The dense weight multiplied by a kernel that computes the same bits for a row however many there are."""
+    if x.dtype not in DTYPES:
+        return _reference(x, weight, bias, dtype)
+    return _by_parts(lambda x, part, bias: packed_linear(x, PackedWeight.of(part), bias, dtype), x, weight, bias, dtype)
+
+
+def _by_parts(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Of some outputs after the other, so that not all of the dense weight takes memory."""
     if weight.order is not None:
         x = x[:, weight.order]
-    return functional.linear(x, weight.columns(), bias).to(dtype)
+    outs, ins = weight.shape
+    out = x.new_empty(len(x), outs, dtype=dtype)
+    step = max(LANES, AT_ONCE // ins // LANES * LANES)
+    for first in range(0, outs, step):
+        own = slice(first, first + step)
+        out[:, own] = multiply(x, weight.columns(own), None if bias is None else bias[own])
+    return out
 
 
 def _rows_reference(weight: QuantisedWeight, index: Tensor) -> Tensor:
@@ -44,5 +75,5 @@ def _rows_reference(weight: QuantisedWeight, index: Tensor) -> Tensor:
     return ordered
 
 
-OP = Op("quantised_linear", Backend("reference", _reference))
+OP = Op("quantised_linear", Backend("packed", _packed, CPU, missing), Backend("reference", _reference))
 ROWS_OP = Op("quantised_rows", Backend("reference", _rows_reference))
