@@ -187,6 +187,7 @@ ENGINE_OPTIONS = (
         "how a checkpoint's files are read: mapped, or each once from its beginning to its end, by one rank for all; "
         "auto maps those that are in memory already",
     ),
+    Option("isa", text, None, "instruction set whose kernels a CPU computes with; by default the best that it has"),
     Option("weight-cache", switch, True, "keep packed weights in ~/.cache/penstock/weights, and map them at a start"),
 )
 SERVER_OPTIONS = (

@@ -131,6 +131,8 @@ def build_engine(
     """
     device = device_of(options.device)
     check_engine(options, device)
+    if options.isa is not None:
+        native.use(options.isa)
     speculation = make_speculation(options.speculative_config)
     check_host_tier(options.host_cache_memory, device)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large

@@ -45,6 +45,7 @@ class EngineOptions:
         speculative_config: see `sched.local.speculation.make_speculation`.
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
         async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
+        isa: the instruction set whose kernels a CPU computes with (nn/native/isa.py); None takes the best that it has.
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
         quantization: what a plain checkpoint is quantised to, a name in `core.device.QUANTIZATIONS`; "auto" leaves it
@@ -76,6 +77,7 @@ class EngineOptions:
     async_scheduling: bool = True
     load_format: str = "auto"
     weight_cache: bool = True
+    isa: str | None = None
     quantization: str = "auto"
     tensor_parallel_size: int = 1
 

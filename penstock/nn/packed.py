@@ -15,8 +15,10 @@ LAYOUT = 1  # to be counted up with whatever changes what stands where
 
 
 def layout() -> str:
-    """Names how weights are packed here, which depends on the processor."""
-    return f"{LAYOUT} {native.panel_groups()} {sys.byteorder}"
+    """Names how weights are packed here, which depends on the instruction set."""
+    chosen = native.isa()
+    assert chosen is not None
+    return f"{LAYOUT} {chosen.name} {native.panel_groups()} {sys.byteorder}"
 
 
 class PackedWeight(nn.Module):

@@ -9,13 +9,14 @@ import torch
 
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.methods.packed import Packed
+from penstock.nn.methods.packed_quantised import PackedQuantised
 from penstock.nn.methods.plain import Plain
 from penstock.nn.methods.quantised import Quantised
 from penstock.nn.quantised import Codes
 
 PLAIN, PACKED = Plain(), Packed()
 METHODS: dict[str, LinearMethod[Any, Any]] = {method.name: method for method in (PACKED, PLAIN)}  # of dense weights
-QUANTISED: dict[str, Callable[[Codes], LinearMethod[Any, Any]]] = {method.name: method for method in (Quantised,)}
+QUANTISED: dict[str, Callable[[Codes], LinearMethod[Any, Any]]] = {method.name: method for method in (PackedQuantised, Quantised)}
 
 
 def method_for(device: torch.device, dtype: torch.dtype, codes: Codes | None = None) -> LinearMethod[Any, Any]:

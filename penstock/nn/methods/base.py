@@ -10,9 +10,10 @@ from torch import Tensor
 
 from penstock.nn.bounded_logits import BoundedLogits, Take
 from penstock.nn.packed import PackedWeight
+from penstock.nn.packed_quantised import PackedQuantisedWeight
 from penstock.nn.quantised import Pieces, QuantisedWeight
 
-Weight = torch.nn.Parameter | PackedWeight | QuantisedWeight  # [outs, ins]
+Weight = torch.nn.Parameter | PackedWeight | QuantisedWeight | PackedQuantisedWeight  # [outs, ins]
 W = TypeVar("W", bound=Weight)
 R = TypeVar("R", Tensor, Pieces)
 
