@@ -123,8 +123,8 @@ class Machine:
     def report(self, master, report):
         if not self.reached or self.world.master is None:
             return False
-        self.world.senders[self.name] = self
-        self.world.master.hear(self.world.clock.now(), self.name.encode(), report)
+        self.world.senders[report.host] = self
+        self.world.master.hear(self.world.clock.now(), report.host.encode(), report)
         return True
 
     def read(self, master):
@@ -192,7 +192,7 @@ class World:
     def tell(self, sender, message):
         machine = self.senders[sender.decode()]
         if machine.reached:
-            machine.inbox.append(message)
+            machine.inbox.append(message)  # of one that has ended nobody reads it
 
     def ready(self):
         running = {name for name, endpoint in self.registry.instances.items() if endpoint.state == "running"}
