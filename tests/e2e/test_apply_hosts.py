@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock.drill.launched import told
-from tests.e2e.test_apply import apply, checkpoints, ready, stream, under_load
+from tests.e2e.test_apply import Applying, apply, checkpoints, ready, stream, under_load
 from tests.e2e.test_fleet import free_port, joined
 from tests.helpers.deployments import DEMO, PACED, colocated, deployed
+from tests.helpers.servers import serving
 from tests.helpers.waiting import eventually
 
 __all__ = ["checkpoints"]
@@ -122,3 +124,60 @@ def test_all_hosts_change_under_load_and_return_where_one_of_them_cannot(hosts, 
     assert late.process.wait(60) == 2
     for host in (hosts.near, hosts.far, up):
         assert host.stop() == 0
+
+
+def await_process(hosts, host, name):
+    """Process id of an engine that has just been started."""
+    launcher = getattr(hosts, host).process
+    eventually(lambda: name in pids_of(launcher.pid), 60, hosts.log)
+    return pids_of(launcher.pid)[name]
+
+
+def test_a_launcher_that_is_killed_or_stands_still_or_the_masters_in_the_middle(hosts, tmp_path):
+    up = hosts.up
+    with under_load(up) as load:
+        # the host that changes is killed with its launcher: all others return
+        applying = Applying(up, tmp_path, hosts.content("new"))
+        await_process(hosts, "near", "near-0.1")
+        hosts.near.process.kill()
+        code, said = applying.end()
+        assert code == 1, said
+        assert "it has left, or cannot be reached" in said
+        hosts.near = hosts.join("near", 1)
+        hosts.await_ready(OLD)
+        # the master: nobody notices
+        applying = Applying(up, tmp_path, hosts.content("new"))
+        await_process(hosts, "far", "far-1.1")
+        up.kill("master")
+        code, said = applying.end()
+        assert code == 0, said + hosts.log()
+        hosts.await_ready(NEW)
+        # a launcher that stands still in the middle: all return, and it does once it can
+        applying = Applying(up, tmp_path, hosts.content("old"))
+        await_process(hosts, "far", "far-0")
+        hosts.far.process.send_signal(signal.SIGSTOP)
+        code, said = applying.end()
+        assert code == 1, said
+        hosts.far.process.send_signal(signal.SIGCONT)
+        hosts.await_ready(NEW)
+        assert {*hosts.running().values()} == {"new"}
+    assert not load.failures
+    for host in (hosts.near, hosts.far, up):
+        assert host.stop() == 0
+
+
+@pytest.mark.parametrize("begun", ["old", "new"])
+def test_a_deployment_that_is_begun_again_in_the_middle_is_finished_or_returned(hosts, tmp_path, begun):
+    """Its launcher was killed: hosts that joined do what the next one serves."""
+    applying = Applying(hosts.up, tmp_path, hosts.content("new"))
+    await_process(hosts, "far", "far-1.1")
+    hosts.up.process.kill()
+    applying.end()
+    hosts.up.process.wait()
+    (file := tmp_path / "again.yaml").write_text(yaml.safe_dump(hosts.content(begun)))
+    hosts.up = hosts.stack.enter_context(serving(str(file), command="up"))
+    wanted = {"engine-0", *(name for name in (NEW if begun == "new" else OLD) if "engine" not in name)}
+    eventually(lambda: {*hosts.running().values()} == {begun}, 90, hosts.log)
+    eventually(lambda: len(ready(hosts.up)) == len(wanted), 60, hosts.log)
+    assert ready(hosts.up) == hosts.running().keys()
+    stream(hosts.up.url)

@@ -122,9 +122,29 @@ def test_a_launcher_that_falls_silent_takes_its_instances_along():
     assert hosts.registry.instances == {"a": A, "b": B}, "it says that it has stopped one"
     hosts.report(LEASE + 1, "two", B, troubles={"b": "burnt"})
     hosts.launchers.tick(2 * LEASE)
+    hosts.registry.look(lambda name: False)
     assert hosts.registry.instances == {"b": B}
     assert hosts.launchers.troubles == {"b": "burnt"}
     assert seen[-1] == InstanceLeft("a", f"nothing was heard of one for {LEASE:g} s")
+
+
+def test_what_serves_stays_while_its_launcher_stands_still():
+    hosts = Hosts()
+    hosts.report(0.0, "one", A, B, C)
+    hosts.launchers.tick(2 * LEASE)
+    hosts.registry.look({"a": True, "b": True, "c": False}.get)
+    assert hosts.registry.instances == {"a": A, "b": B}
+    hosts.report(2 * LEASE, "one", A)  # it goes on; and b is another launcher's by now
+    hosts.report(2 * LEASE, "two", B)
+    hosts.registry.look(lambda name: False)
+    assert hosts.registry.instances == {"a": A, "b": B}
+    registry = EtcdRegistry()
+    registry.read({"a": msgspec.json.encode(A), "b": msgspec.json.encode(B)})
+    registry.read({})
+    registry.look(lambda name: name == "a")
+    assert registry.instances == {"a": A}
+    registry.look(lambda name: False)
+    assert not registry.instances
 
 
 @pytest.mark.parametrize(
