@@ -149,7 +149,7 @@ class Launchers:
             self._tell(sender, message)
 
     def tick(self, now: float) -> None:
-        """Forget launchers that have fallen silent; call it a few times a second."""
+        """Forget launchers that have fallen silent, but not what serves nevertheless; call it a few times a second."""
         self._now = now
         for name, host in list(self._hosts.items()):
             if now - host.heard > LEASE and name != self._own:
@@ -157,7 +157,7 @@ class Launchers:
                 log.warning("the launcher of %s was not heard for %g s", name, LEASE)
                 if self._registry is not None:
                     for endpoint in host.said.instances:
-                        self._registry.remove(endpoint.name, f"nothing was heard of {name} for {LEASE:g} s")
+                        self._registry.lapse(endpoint.name, f"nothing was heard of {name} for {LEASE:g} s")
 
     @property
     def troubles(self) -> Mapping[str, str]:

@@ -222,6 +222,7 @@ class World:
             self.start_master()
         if self.master is not None:
             self.master.tick(now)
+            self.registry.look(lambda name: name in self.ready())
             for name, endpoint in self.registry.instances.items():
                 if endpoint.state == "leaving" and now - self.leaving.setdefault(name, now) > DRAINS:
                     self.master._tell_host_of(name, StopInstance(name))

@@ -2,12 +2,14 @@
 
 import socket
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import Endpoint, HostRefused, HostReport, HostTaken, Members, StartInstance, StopInstance
 from penstock.service import etcd
+from penstock.service.etcd import EtcdRegistry
 from penstock.service.instances import InstanceJoined, InstanceLeft
 from penstock.service.launchers import AGAIN, GIVERS, Launchers
 from penstock.service.master_pump import Roll
@@ -109,6 +111,7 @@ def test_the_launcher_of_the_masters_host_only_stands_still_when_it_is_silent():
     hosts.report(0.0, "one", A)
     hosts.report(0.0, "two", B)
     hosts.launchers.tick(2 * LEASE)
+    hosts.registry.look(lambda name: False)
     assert hosts.registry.instances == {"a": A}
 
 
