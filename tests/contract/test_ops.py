@@ -219,7 +219,10 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     if "quantised" in name:
         outs, ins = data.draw(st.sampled_from([1, 16, 63, 150])), width + data.draw(st.sampled_from([0, 1, 200]))
         of = PackedQuantisedWeight if name.startswith("packed") else QuantisedWeight
-        weight, bias = quantised_weight(of, data, outs, ins, device, dtype), data.draw(st.sampled_from([None, rand(outs)]))
+        weight, bias = (
+            quantised_weight(of, data, outs, ins, device, dtype),
+            data.draw(st.sampled_from([None, rand(outs)])),
+        )
         if name.endswith("rows"):
             return (weight, torch.randint(0, outs, (rows,)).to(device)), []
         return (rand(rows, ins), weight, bias, torch.float32 if data.draw(st.booleans()) else dtype), []

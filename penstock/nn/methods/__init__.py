@@ -16,7 +16,9 @@ from penstock.nn.quantised import Codes
 
 PLAIN, PACKED = Plain(), Packed()
 METHODS: dict[str, LinearMethod[Any, Any]] = {method.name: method for method in (PACKED, PLAIN)}  # of dense weights
-QUANTISED: dict[str, Callable[[Codes], LinearMethod[Any, Any]]] = {method.name: method for method in (PackedQuantised, Quantised)}
+QUANTISED: dict[str, Callable[[Codes], LinearMethod[Any, Any]]] = {
+    method.name: method for method in (PackedQuantised, Quantised)
+}
 
 
 def method_for(device: torch.device, dtype: torch.dtype, codes: Codes | None = None) -> LinearMethod[Any, Any]:

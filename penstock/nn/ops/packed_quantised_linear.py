@@ -1,6 +1,7 @@
 """x @ weight.T + bias from packed weights in few bits, and rows of them.
 
-Whole codes are multiplied with whole numbers: what is in a row is rounded to 8 bits, with a scale for each run of inputs.
+Whole codes are multiplied with whole numbers: what is in a row is rounded to 8 bits, with a scale for each run of
+inputs.
 Results are the same bits for a row however many there are, and on any number of threads.
 """
 
