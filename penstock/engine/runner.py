@@ -26,7 +26,7 @@ from penstock.engine.sampling import (
     sample,
     score,
 )
-from penstock.nn.batch import Batch, Scratch
+from penstock.nn.batch import Batch, Scratch, to_device
 from penstock.nn.graph import Forward
 from penstock.nn.models.decoder import Decoder
 from penstock.text.grammar import Grammars
@@ -82,6 +82,11 @@ class Runner:
         """Compute with these weights from now on, of the same model."""
         self.model = model
         self.forward = Forward(model, self._graph_mode)
+
+    def capture(self, rows: int, reach: int) -> None:
+        """Do now what the first steps would do: of up to so many rows, at positions before `reach`."""
+        with torch.inference_mode():
+            self.forward.capture(self.cache.layers, rows, reach)
 
     def counts(self) -> dict[str, int]:
         """Of the cache: ranges by state and mapped slots, where it has them; and requests with a grammar."""
@@ -202,7 +207,7 @@ def _wanted(step: SequenceStep, rows: range) -> range:
 def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(len(hidden))):
         return hidden
-    return hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+    return hidden.index_select(0, to_device(rows, hidden.device))
 
 
 def _pooled(hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]) -> list[float]:

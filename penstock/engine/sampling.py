@@ -17,6 +17,7 @@ from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import GREEDY_BELOW
 from penstock.engine.masks import RowMasks
 from penstock.nn import ops
+from penstock.nn.batch import to_device
 
 GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
 NOT_FINITE = "the model computed something that is no number"
@@ -106,11 +107,11 @@ def sample(logits: Tensor, steps: Sequence[SequenceStep], allowed: RowMasks | No
     if (adjusted or allowed is not None) and len(rows) < len(steps):
         tokens, _ = ops.argmax(logits)  # of those that are greedy
     if rows:
-        index = torch.tensor(rows, device=logits.device)
+        index = to_device(rows, logits.device)
         chosen = logits if len(rows) == len(steps) else logits[index]
         tokens[index] = ops.sample(chosen, [_draw(steps[row]) for row in rows])
-    ids = tokens.tolist()
-    return Drawn(tokens, ids, reports.of(ids), finite.tolist(), {} if allowed is None else allowed.stuck)
+    ids, whole = torch.stack((tokens, finite)).tolist()  # one transfer
+    return Drawn(tokens, ids, reports.of(ids), list(map(bool, whole)), {} if allowed is None else allowed.stuck)
 
 
 def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
