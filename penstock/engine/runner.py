@@ -129,7 +129,9 @@ class Runner:
         return None
 
     def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:
-        self.computing()
+        waits = self.device.type == "cuda"  # for the device, at last; until then the interpreter launches kernels
+        if not waits:
+            self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
         masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
@@ -141,7 +143,7 @@ class Runner:
         result = StepResult([], [])
         if sampled:
             last = [row for s, own in steps if s.sample for row in own[-s.sample :]]
-            drawn = self._draw(_rows(hidden, last), sampled, masks)
+            drawn = self._draw(_rows(hidden, last), sampled, masks, self.computing if waits else _nothing)
             self._sampled, self._ids, result = drawn.tokens, drawn.ids, drawn.result(sampled)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
@@ -157,7 +159,13 @@ class Runner:
     def _each_row(self, steps: Iterable[SequenceStep]) -> list[SequenceStep]:
         return [row for step in steps if step.sample for row in each_row(step, self._ids)]
 
-    def _draw(self, hidden: Tensor, steps: list[SequenceStep], masks: PendingMasks | None) -> Drawn:
+    def _draw(
+        self,
+        hidden: Tensor,
+        steps: list[SequenceStep],
+        masks: PendingMasks | None,
+        launched: Callable[[], None],
+    ) -> Drawn:
         """One token per row; from logits only where these are needed."""
         rows = self._each_row(steps) if masks is None else masks.rows
         allowed = None if masks is None else self._masks.end(masks, self.device)
@@ -165,7 +173,7 @@ class Runner:
         masked = None if allowed is None else (allowed.rows, allowed.masks)
         tokens = None if how is None else self.model.choose(hidden, how, masked)
         if tokens is None:
-            return sample(self.model.logits(hidden), rows, allowed)
+            return sample(self.model.logits(hidden), rows, allowed, launched)
         return Drawn(tokens, tokens.tolist(), stuck={} if allowed is None else allowed.stuck)
 
     def _candidates(
@@ -189,6 +197,10 @@ class Runner:
             wrong |= {first + i for i in _not_finite(logits)}
             found += score(logits, targets, top)
         return found
+
+
+def _nothing() -> None:
+    pass
 
 
 def _steered(step: SequenceStep) -> bool:

@@ -122,11 +122,18 @@ class Batch:
         spans: of the sequences whose context is one stretch of positions, in the order of the batch; with the blocks of
             the first group.
         branches: of the others.
+        group: of layers, whose table this is.
         packed: on a CUDA device, with one row of each sequence and no branches: all that is said of the rows, as
             `Packed` has it; else None.
         tables: the same batch for the layers of each group: what ops are given. The first is this one.
         scratch: for ops; by default the batch's own.
     """
+
+    tokens: Tensor
+    positions: Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    group: int
 
     def __init__(
         self,

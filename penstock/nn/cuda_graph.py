@@ -7,6 +7,7 @@ pad a step belong to no block, and nothing attends for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -59,7 +60,7 @@ class CudaGraphs:
         self._captured: dict[tuple[int, bool], Captured] = {}
         self._cache: ref[KVLayers] | None = None
         self._serves = False
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of memory that all graphs share
         self._stream: torch.cuda.Stream | None = None
         self._reach = 0  # the longest that was asked for
 
@@ -102,7 +103,7 @@ class CudaGraphs:
         self._captured.clear()
         self._cache = ref(cache)
         heads = self.model.config.num_heads
-        query = torch.empty(1, heads, cache[0].dim, dtype=self.model.dtype, device="meta")
+        query = torch.empty(1, heads, cache[0].dim, dtype=self.model.dtype, device=self.model.device)
         self._serves = all(attention.serves(query, layer) for layer in cache)
 
     def _for(self, packed: Packed, reach: int, cache: KVLayers) -> Captured:
@@ -130,7 +131,7 @@ class CudaGraphs:
             self.model(Batch.over(inputs, self._reach), cache)  # compiles and measures what is not to be captured
             stream.synchronize()
             # other threads go on, with copies of their own
-            graph.capture_begin(*(() if self._pool is None else (self._pool,)), capture_error_mode="thread_local")
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 hidden = self.model(Batch.over(inputs, self._reach), cache)
             finally:

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from penstock.nn.triton import attention, cache, power_of_two, rows
+from penstock.nn.triton import attention, cache, linear, power_of_two, rows
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted")
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -17,7 +17,7 @@ NUMBERS = {"eps": "fp32", "scale": "fp32"}  # that are not whole
 OWN = {"tiles": "*i64", "ids": "*i64", "positions": "*i64", "slot_blocks": "*i64", "slot_offsets": "*i64"}
 OWN |= {"part_sums": "*fp32", "part_stats": "*fp32", "logits": "*fp32", "tokens": "*i64", "finite": "*i1"}
 POINTERS = {"x", "residual", "weight", "out", "total", "gate_up", "qkv", "q_norm", "k_norm", "cos", "sin", "q_out"}
-POINTERS |= {"values", "q", "k_values", "v_values"}
+POINTERS |= {"bias", "values", "q", "k_values", "v_values"}
 
 
 def compiled(kernel, dtype: str, constants: dict, options: dict | None = None) -> str:
@@ -28,7 +28,7 @@ def compiled(kernel, dtype: str, constants: dict, options: dict | None = None) -
             signature[name] = "constexpr"
             continue
         signature[name] = OWN.get(name) or NUMBERS.get(name) or (f"*{dtype}" if name in POINTERS else "i32")
-        if name in POINTERS or name.endswith("stride"):
+        if name in POINTERS or name.endswith("stride") or name in ("ins", "outs"):
             aligned[place,] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
@@ -52,6 +52,14 @@ def test_the_largest():
 def test_what_stores_k_and_v(dtype, dim, half, normed):
     shape = {"DIM": dim, "HALF": half, "BLOCK": power_of_two(dim), "HEADS": cache.HEADS}
     compiled(cache.qkv_kernel, dtype, {**shape, "NORMED": normed, "WIDE": False})
+
+
+@pytest.mark.parametrize("outs", [1024, 24576])
+def test_products_are_on_matrix_units_and_load_ahead(outs):
+    shape = {"BIASED": True, "ROWS": linear.ROWS, "OUTS": linear.outs_of(outs), "INS": linear.INS}
+    ptx = compiled(linear.linear_kernel, "bf16", shape, linear.OPTIONS)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx
 
 
 @pytest.mark.parametrize(("dim", "group"), [(128, 4), (80, 3), (256, 1)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.nn import cublas
+from penstock.nn import alike
 from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.packed import PackedWeight
@@ -37,11 +37,6 @@ def packed_rows(weight: PackedWeight, index: Tensor) -> Tensor:
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight, bias)
-
-
-def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In pieces of sizes that have all been seen to give a row the same bits (nn/cublas.py)."""
-    return cublas.linear(x, weight, bias)
 
 
 def _packed_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -84,7 +79,7 @@ def _rows_native(weight: PackedWeight, index: Tensor) -> Tensor:
 
 
 CPU = frozenset({"cpu"})
-OP = Op("linear", Backend("cublas", _cublas, frozenset({"cuda"})), Backend("reference", _reference))
+OP = Op("linear", Backend("alike", alike.linear, frozenset({"cuda"})), Backend("reference", _reference))
 PACKED_OP = Op(
     "packed_linear", Backend("native", _packed_native, CPU, missing), Backend("reference", _packed_reference)
 )

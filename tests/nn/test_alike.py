@@ -1,5 +1,5 @@
-"""Products whose rows get the same bits however many there are, over a library that sums in an order of its own for some
-numbers of rows."""
+"""Products whose rows get the same bits however many there are, over a library that for some numbers of rows sums in an
+order of its own."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from penstock.nn import cublas
+from penstock.nn import alike
 
 
 def library(apart, calls):
@@ -24,24 +24,24 @@ def library(apart, calls):
     return SimpleNamespace(linear=linear, pad=functional.pad)
 
 
-@pytest.mark.parametrize("apart", [(), (1, 2, 16), tuple(n for n in cublas.SIZES if n not in (64, 128))])
+@pytest.mark.parametrize("apart", [(), (1, 2, 16), tuple(n for n in alike.SIZES if n not in (64, 128))])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_row_is_multiplied_alike_in_any_company(apart, biased):
     torch.manual_seed(0)
     calls: list[int] = []
     x, weight = torch.randn(300, 24), torch.randn(40, 24)
     bias = torch.randn(40) if biased else None
-    cublas._sizes.cache_clear()
-    with mock.patch.object(cublas, "functional", library(apart, calls)), mock.patch.object(cublas, "_fix_order"):
-        whole = cublas.linear(x, weight, bias)
+    alike._products.cache_clear()
+    with mock.patch.object(alike, "functional", library(apart, calls)), mock.patch.object(alike, "_fix_order"):
+        whole = alike.linear(x, weight, bias)
         assert torch.allclose(whole, functional.linear(x, weight, bias), atol=1e-4)
         for first, rows in ((0, 1), (7, 2), (100, 17), (130, 129), (299, 1), (5, 0)):
-            assert torch.equal(cublas.linear(x[first : first + rows], weight, bias), whole[first : first + rows])
+            assert torch.equal(alike.linear(x[first : first + rows], weight, bias), whole[first : first + rows])
         calls.clear()
         for rows in (1, 2, 17, 300):
-            cublas.linear(x[:rows], weight, bias)
+            alike.linear(x[:rows], weight, bias)
     assert not set(calls) & set(apart)  # what has been compared once is not again
-    cublas._sizes.cache_clear()
+    alike._products.cache_clear()
 
 
 def test_what_sums_in_another_order_is_found():
