@@ -27,6 +27,7 @@ from penstock.core.plan import BLOCK_TOKENS, StepPlan, TailCopy
 from penstock.engine.arena import Arena, MapCounters, Mapper
 from penstock.engine.memory import MAPPINGS
 from penstock.kv.ranges import Change, Ranges
+from penstock.nn.batch import to_device
 from penstock.nn.config import DTYPES, DecoderConfig
 from penstock.nn.kv import KVLayers, LayerKV
 
@@ -200,7 +201,7 @@ class KVCache:
                 row = self.slots[slot]
                 ctypes.memset(row.data_ptr(), 0, row.nbytes)
         elif slots:
-            self.slots.index_fill_(0, torch.tensor(slots, device=self.slots.device), 0)
+            self.slots.index_fill_(0, to_device(slots, self.slots.device), 0)
 
     def _copy(self, copies: Sequence[TailCopy]) -> None:
         for source, target, tokens in copies:

@@ -22,6 +22,8 @@ from penstock.nn.graph import Forward
 from penstock.sched.local.sequence import blocks_for
 
 ROWS = (1, 1, 16, 64)  # of one step after the other; the first also reads the weights from disk
+# on a CUDA device, which is idle most of the time in steps of few rows; the first of each kind also compiles kernels
+CUDA_ROWS = (1, 1, 1, 512, 512, 2048, 2048)
 SECONDS = 0.05  # once a step takes longer, more rows would tell no more
 
 
@@ -29,12 +31,17 @@ def trial(forward: Forward) -> Callable[[StepPlan], object]:
     """Runs plans of steps like those of `calibrated`, on blocks of their own."""
     model = forward.model
     layout = make_layout(model.config, model.dtype, "block", "")
-    return Runner(model, KVCache.on_device(layout, trial_blocks(len(layout.groups)), model.device), forward.mode).run
+    blocks = trial_blocks(len(layout.groups), model.device)
+    return Runner(model, KVCache.on_device(layout, blocks, model.device), forward.mode).run
 
 
-def trial_blocks(groups: int) -> int:
+def trial_blocks(groups: int, device: torch.device) -> int:
     """Blocks that the steps of `calibrated` use, the first ones, of a model with so many groups of layers."""
-    return blocks_for(ROWS[-1]) * groups
+    return blocks_for(_rows_on(device)[-1]) * groups
+
+
+def _rows_on(device: torch.device) -> tuple[int, ...]:
+    return CUDA_ROWS if device.type == "cuda" else ROWS
 
 
 def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: ModelShape, clock: Clock) -> DeviceModel:
@@ -47,13 +54,17 @@ def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: M
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     weights = shape.layer_bytes + shape.head_bytes
-    blocks = tuple(range(trial_blocks(len(shape.kv_groups))))
+    blocks = tuple(range(trial_blocks(len(shape.kv_groups), device)))
     bandwidth = peak = 0.0
-    for rows in ROWS:
+    before = 0
+    for rows in _rows_on(device):
         step = SequenceStep("calibration", 0, [0] * rows, blocks, 1, SamplingParams(temperature=0.0), 0)
         began = clock.now()
         run(StepPlan((step,), blocks))
         seconds = max(clock.now() - began, 1e-6)
+        compiled, before = device.type == "cuda" and rows != before, rows
+        if compiled:
+            continue
         if rows == 1:
             bandwidth = weights / seconds
         else:

@@ -26,7 +26,7 @@ from penstock.engine.sampling import (
     sample,
     score,
 )
-from penstock.nn.batch import Batch, Scratch
+from penstock.nn.batch import Batch, Scratch, to_device
 from penstock.nn.graph import Forward
 from penstock.nn.models.decoder import Decoder
 from penstock.text.grammar import Grammars
@@ -83,6 +83,11 @@ class Runner:
         self.model = model
         self.forward = Forward(model, self._graph_mode)
 
+    def capture(self, rows: int, reach: int) -> None:
+        """Do now what the first steps would do: of up to so many rows, at positions before `reach`."""
+        with torch.inference_mode():
+            self.forward.capture(self.cache.layers, rows, reach)
+
     def counts(self) -> dict[str, int]:
         """Of the cache: ranges by state and mapped slots, where it has them; and requests with a grammar."""
         return {**self.cache.counts(), "grammars": len(self._masks.states)}
@@ -124,7 +129,9 @@ class Runner:
         return None
 
     def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:
-        self.computing()
+        waits = self.device.type == "cuda"  # for the device, at last; until then the interpreter launches kernels
+        if not waits:
+            self.computing()
         kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
         masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
@@ -136,7 +143,7 @@ class Runner:
         result = StepResult([], [])
         if sampled:
             last = [row for s, own in steps if s.sample for row in own[-s.sample :]]
-            drawn = self._draw(_rows(hidden, last), sampled, masks)
+            drawn = self._draw(_rows(hidden, last), sampled, masks, self.computing if waits else _nothing)
             self._sampled, self._ids, result = drawn.tokens, drawn.ids, drawn.result(sampled)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
@@ -152,7 +159,13 @@ class Runner:
     def _each_row(self, steps: Iterable[SequenceStep]) -> list[SequenceStep]:
         return [row for step in steps if step.sample for row in each_row(step, self._ids)]
 
-    def _draw(self, hidden: Tensor, steps: list[SequenceStep], masks: PendingMasks | None) -> Drawn:
+    def _draw(
+        self,
+        hidden: Tensor,
+        steps: list[SequenceStep],
+        masks: PendingMasks | None,
+        launched: Callable[[], None],
+    ) -> Drawn:
         """One token per row; from logits only where these are needed."""
         rows = self._each_row(steps) if masks is None else masks.rows
         allowed = None if masks is None else self._masks.end(masks, self.device)
@@ -160,7 +173,7 @@ class Runner:
         masked = None if allowed is None else (allowed.rows, allowed.masks)
         tokens = None if how is None else self.model.choose(hidden, how, masked)
         if tokens is None:
-            return sample(self.model.logits(hidden), rows, allowed)
+            return sample(self.model.logits(hidden), rows, allowed, launched)
         return Drawn(tokens, tokens.tolist(), stuck={} if allowed is None else allowed.stuck)
 
     def _candidates(
@@ -186,6 +199,10 @@ class Runner:
         return found
 
 
+def _nothing() -> None:
+    pass
+
+
 def _steered(step: SequenceStep) -> bool:
     """Whether not every token may be drawn, now or later."""
     p = step.params
@@ -202,7 +219,7 @@ def _wanted(step: SequenceStep, rows: range) -> range:
 def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(len(hidden))):
         return hidden
-    return hidden.index_select(0, torch.tensor(rows, device=hidden.device))
+    return hidden.index_select(0, to_device(rows, hidden.device))
 
 
 def _pooled(hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]) -> list[float]:

@@ -6,7 +6,7 @@ the same as drawing from their softmax (Gumbel-max), and can be repeated anywher
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import GREEDY_BELOW
 from penstock.engine.masks import RowMasks
 from penstock.nn import ops
+from penstock.nn.batch import to_device
 
 GREEDY = ops.Draw(0.0, 1.0, 0.0, 0, 0)
 NOT_FINITE = "the model computed something that is no number"
@@ -87,13 +88,19 @@ class Drawn:
         return StepResult(runs, reports, broken=broken)
 
 
-def sample(logits: Tensor, steps: Sequence[SequenceStep], allowed: RowMasks | None = None) -> Drawn:
+def sample(
+    logits: Tensor,
+    steps: Sequence[SequenceStep],
+    allowed: RowMasks | None = None,
+    launched: Callable[[], None] = lambda: None,
+) -> Drawn:
     """One token per row.
 
     Args:
         logits: [rows, vocab] float32, from the model; changed in place.
         steps: whose rows they are, one each, as of `each_row`.
         allowed: which tokens may be drawn.
+        launched: called when all is launched that a device computes of this, before it is waited for.
     """
     reports = _Logprobs(logits, steps)
     tokens, finite = ops.argmax(logits)
@@ -106,11 +113,12 @@ def sample(logits: Tensor, steps: Sequence[SequenceStep], allowed: RowMasks | No
     if (adjusted or allowed is not None) and len(rows) < len(steps):
         tokens, _ = ops.argmax(logits)  # of those that are greedy
     if rows:
-        index = torch.tensor(rows, device=logits.device)
+        index = to_device(rows, logits.device)
         chosen = logits if len(rows) == len(steps) else logits[index]
         tokens[index] = ops.sample(chosen, [_draw(steps[row]) for row in rows])
-    ids = tokens.tolist()
-    return Drawn(tokens, ids, reports.of(ids), finite.tolist(), {} if allowed is None else allowed.stuck)
+    launched()
+    ids, whole = torch.stack((tokens, finite)).tolist()  # one transfer
+    return Drawn(tokens, ids, reports.of(ids), list(map(bool, whole)), {} if allowed is None else allowed.stuck)
 
 
 def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:

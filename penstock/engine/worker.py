@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -103,7 +104,7 @@ class Worker:
         """Bytes that its part of the KV cache may take by default; the ranks of a CPU share what there is."""
         model, options = self.model, self.options
         if model.device.type == "cuda":
-            _touch_memory(model, self.budget.high, options.kv_cache_dtype)
+            self.budget.found(self.budget.high, _touch_memory(model, self.budget.high, options.kv_cache_dtype))
             return free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers)
         return free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers) // self.shard.size
 
@@ -122,6 +123,7 @@ class Worker:
         cache, self.pool = _open_cache(self.options, self.model, self.layout, num_blocks, max_model_len, open_pool)
         grammars = Grammars(Path(self.options.model), self.model.config.vocab_size)
         self.runner = Runner(self.model, cache, self.options.graph_mode, grammars)
+        self.runner.capture(self.options.max_num_seqs, max_model_len)
 
     def save_weights(self) -> None:
         """Have packed weights kept for the next start, in the background."""
@@ -283,10 +285,15 @@ def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> St
     return StepBudget(low, high, limit.most / 1e3)
 
 
-def _touch_memory(model: Decoder, tokens: int, kv_cache_dtype: str) -> None:
-    """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest."""
+def _touch_memory(model: Decoder, tokens: int, kv_cache_dtype: str) -> float:
+    """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest. Returns
+    the seconds that it takes once kernels are compiled."""
     layout = make_layout(model.config, model.dtype, "block", "", kv_cache_dtype, ranks=model.shard.size)
     blocks = tuple(range(blocks_for(tokens) * len(layout.groups)))
     params = SamplingParams(temperature=0.0)
     plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)
-    Runner(model, KVCache.on_device(layout, len(blocks), model.device)).run(plan)
+    runner = Runner(model, KVCache.on_device(layout, len(blocks), model.device))
+    runner.run(plan)
+    began = time.perf_counter()
+    runner.run(plan)
+    return time.perf_counter() - began

@@ -19,6 +19,20 @@ from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 
 Metadata = TypeVar("Metadata")
 
+MOST_PADDED = 256  # rows of a step that is padded
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that a step of decodes has on a CUDA device, where it is captured for a few numbers of rows."""
+    return 1 << (rows - 1).bit_length() if rows <= MOST_PADDED else rows
+
+
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """[values], on a CUDA device without waiting for what it computes."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
 
 class Scratch:
     """Memory for what an op computes on the way, kept from call to call.
@@ -108,9 +122,18 @@ class Batch:
         spans: of the sequences whose context is one stretch of positions, in the order of the batch; with the blocks of
             the first group.
         branches: of the others.
+        group: of layers, whose table this is.
+        packed: on a CUDA device, with one row of each sequence and no branches: all that is said of the rows, as
+            `Packed` has it; else None.
         tables: the same batch for the layers of each group: what ops are given. The first is this one.
         scratch: for ops; by default the batch's own.
     """
+
+    tokens: Tensor
+    positions: Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    group: int
 
     def __init__(
         self,
@@ -133,12 +156,45 @@ class Batch:
             own = range(s.start, s.start + count) if s.branches is None else [s.start] * count
             positions += own
             self.reach = max(self.reach, own[-1] + 1)
-        self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
-        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
         ids = placed or [s.blocks for s in sequences]
+        self.packed: Packed | None = None
         self.tables = [self, *(copy(self) for _ in range(1, groups))]
-        for group, table in enumerate(self.tables):
-            table._place(sequences, ids, device, group, groups)
+        slots = [table._place(sequences, ids, device, group, groups) for group, table in enumerate(self.tables)]
+        if device.type != "cuda":
+            self._hold(to_device(tokens, device), to_device(positions, device), [to_device(x, device) for x in slots])
+        elif 0 < len(sequences) == len(tokens) <= MOST_PADDED and not self.branches:
+            self.packed = Packed.of(tokens, positions, slots, [table.spans for table in self.tables], device)
+            count = len(tokens)
+            self._hold(
+                self.packed.tokens[:count], self.packed.positions[:count], [x[:count] for x in self.packed.slot_blocks]
+            )
+        else:
+            whole = to_device([*tokens, *positions, *(block for own in slots for block in own)], device)
+            own_tokens, own_positions, *own_slots = whole.split(len(tokens))
+            self._hold(own_tokens, own_positions, own_slots)
+
+    @classmethod
+    def over(cls, packed: Packed, reach: int) -> Batch:
+        """All of its rows, those that pad it too, for ops that need no spans."""
+        batch = cls.__new__(cls)
+        batch.rows, batch.kept, batch.reach, batch.scratch = [], None, reach, Scratch()
+        batch.packed = packed
+        batch.tables = [batch, *(copy(batch) for _ in packed.slot_blocks[1:])]
+        for group, table in enumerate(batch.tables):
+            table._place([], [], packed.values.device, group, len(batch.tables))
+        batch._hold(packed.tokens, packed.positions, packed.slot_blocks)
+        return batch
+
+    def _hold(self, tokens: Tensor, positions: Tensor, slots: Sequence[Tensor]) -> None:
+        """Where rows belong: [rows] int64 each, `slots` for each group."""
+        offsets = positions % BLOCK_TOKENS
+        for group, (table, blocks) in enumerate(zip(self.tables, slots, strict=True)):
+            table.group, table.packed = group, self.packed
+            table.tokens, table.positions, table.slot_blocks = tokens, positions, blocks
+            table.slot_offsets = offsets.clone() if table.branches and group else offsets
+            for span in table.branches:
+                places, last = slice(span.row, span.row + span.rows), span.slots[:, -1]
+                table.slot_blocks[places], table.slot_offsets[places] = last // BLOCK_TOKENS, last % BLOCK_TOKENS
 
     def _place(
         self,
@@ -147,8 +203,8 @@ class Batch:
         device: torch.device,
         group: int,
         groups: int,
-    ) -> None:
-        """Say where the rows' sequences have the blocks of a group."""
+    ) -> list[int]:
+        """Say where the rows' sequences have the blocks of a group. Returns the block that each row belongs to."""
         self._prepared: dict[Callable[[Batch], Any], Any] = {}
         self.spans: list[Span] = []
         self.branches: list[BranchSpan] = []
@@ -161,12 +217,8 @@ class Batch:
             else:
                 blocks = s.branches.blocks[group::groups]
                 self.branches.append(_branch_span(s, s.branches, blocks, rows.start, own, device))
-                slot_blocks += [0] * len(rows)  # see below
-        self.slot_blocks = torch.tensor(slot_blocks, dtype=torch.int64, device=device)
-        self.slot_offsets = self.positions % BLOCK_TOKENS
-        for span in self.branches:
-            places, last = slice(span.row, span.row + span.rows), span.slots[:, -1]
-            self.slot_blocks[places], self.slot_offsets[places] = last // BLOCK_TOKENS, last % BLOCK_TOKENS
+                slot_blocks += [0] * len(rows)  # see `_hold`
+        return slot_blocks
 
     def keep(self, wanted: Sequence[range]) -> list[range]:
         """Of the other rows only K and V are needed: once the last layer has stored these, they are left out.
@@ -179,7 +231,7 @@ class Batch:
         """
         kept = [row for rows in wanted for row in rows]
         if len(kept) < len(self.tokens):
-            self.kept = torch.tensor(kept, dtype=torch.int64, device=self.tokens.device)
+            self.kept = to_device(kept, self.tokens.device)
         ends = accumulate(map(len, wanted))
         return [range(end - len(rows), end) for rows, end in zip(wanted, ends, strict=True)]
 
@@ -205,6 +257,62 @@ class Batch:
                 ids += span.ids
         device = self.tokens.device
         return torch.tensor(spans, device=device), torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What is said of a step of single rows in one tensor, which one copy brings to a device, or to where a graph reads
+    it. Rows behind the step's own, up to `padded_rows`, are of no sequence, and belong to the block -1.
+
+    Attributes:
+        values: [values] int64, of which the others are views.
+        tokens, positions: [padded rows].
+        slot_blocks: for each group of layers [padded rows].
+        places: for each group [padded rows, 4]: as `Batch.places` has them, of no consecutive blocks.
+        ids: [ids], of all groups.
+        rows: the step's own.
+        longest: positions of the longest context.
+    """
+
+    values: Tensor
+    tokens: Tensor
+    positions: Tensor
+    slot_blocks: list[Tensor]
+    places: list[Tensor]
+    ids: Tensor
+    rows: int
+    longest: int
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[Sequence[int]],
+        spans: Sequence[Sequence[Span]],
+        device: torch.device,
+    ) -> Packed:
+        """`slots` and `spans` are of each group."""
+        rows = len(tokens)
+        more = padded_rows(rows) - rows
+        values = [*tokens, *[0] * more, *positions, *[0] * more]
+        for own in slots:
+            values += [*own, *[-1] * more]
+        ids: list[int] = []
+        for group in spans:
+            for span in group:
+                values += (span.row, 1, span.start, -1 - len(ids))
+                ids += span.ids
+            values += [0] * (4 * more)
+        whole = to_device(values + ids, device)
+        return cls.over(whole, rows + more, len(slots), rows, max(positions) + 1)
+
+    @classmethod
+    def over(cls, values: Tensor, padded: int, groups: int, rows: int, longest: int) -> Packed:
+        sizes = [padded, padded, *[padded] * groups, *[4 * padded] * groups]
+        tokens, positions, *rest, ids = values.split([*sizes, len(values) - sum(sizes)])
+        places = [x.view(padded, 4) for x in rest[groups:]]
+        return cls(values, tokens, positions, rest[:groups], places, ids, rows, longest)
 
 
 def _branch_span(

@@ -1,8 +1,9 @@
 """How a model's steps are computed: op by op, or as one call, or as two for each layer.
 
-The calls are ops chained in C++ (native/layer.h), bit for bit what they compute one by one. That is what a graph is for
-on a CPU, where a step costs little besides its kernels but dispatching them. It is captured once for every shape:
-nothing in it depends on how many rows there are.
+On a CPU the calls are ops chained in C++ (native/layer.h), bit for bit what they compute one by one. That is what a
+graph is for there, where a step costs little besides its kernels but dispatching them. It is captured once for every
+shape: nothing in it depends on how many rows there are. On a CUDA device steps of single rows are graphs
+(cuda_graph.py), and others are computed op by op.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.stop import Interrupted, Stop
-from penstock.nn import native
+from penstock.nn import cuda_graph, native
 from penstock.nn.batch import Batch
 from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm, Rotations
@@ -124,6 +125,13 @@ class Forward:
         self.model, self.mode = model, mode
         self._unchained = unchained(model)
         self._graph: Graph | None = None
+        captures = mode != "eager" and cuda_graph.obstacle(model) is None
+        self._graphs = cuda_graph.CudaGraphs(model) if captures else None
+
+    def capture(self, cache: KVLayers, rows: int, reach: int) -> None:
+        """Do now what the first steps over a cache would do: of up to so many rows, at positions before `reach`."""
+        if self._graphs is not None:
+            self._graphs.capture(cache, rows, reach)
 
     def __call__(self, batch: Batch, cache: KVLayers, stop: Stop | None = None) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py.
@@ -135,6 +143,10 @@ class Forward:
         Raises:
             Interrupted: `stop` was set before the end.
         """
+        if self._graphs is not None and self._graphs.serves(batch, cache):
+            if stop is not None:
+                stop.look()
+            return self._graphs(batch, cache)
         mode = self.mode_of(batch)
         if mode == "eager":
             return self.model(batch, cache, _looks(stop, self.model.device))
@@ -142,7 +154,7 @@ class Forward:
         return self._graph(mode, batch, self.model.rotations(batch), cache, stop)
 
     def mode_of(self, batch: Batch) -> Mode:
-        """How a step is computed."""
+        """How a step is computed on a CPU."""
         if self.mode == "eager" or self._unchained is not None:
             return "eager"
         if self.mode != "partial" and not batch.branches and not _others("full"):
@@ -181,6 +193,8 @@ def obstacle(model: Decoder, mode: Mode) -> str | None:
     """Why a model's steps cannot be computed so, or None."""
     if mode == "eager":
         return None
+    if model.device.type == "cuda":
+        return cuda_graph.obstacle(model) if mode == "full" else "there are no such graphs on cuda"
     other = _others(mode)
     return unchained(model) or (f"{', '.join(other)} computed by other backends" if other else None)
 

@@ -212,7 +212,7 @@ class Embedding(Linear):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self._own(tokens) if self.shard.size > 1 else self.method.rows(self.weight, tokens)
-        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu").item()
 
     def _own(self, tokens: Tensor) -> Tensor:
         """The sum of rows that each shard has, and zeros for the others."""

@@ -1,6 +1,7 @@
 """Every backend of every op against its reference, over odd shapes, wherever it runs."""
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from penstock.core.layout import KVLayout, attention_groups, bytes_per_token
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import as_layers
-from penstock.nn import native, ops
+from penstock.nn import native, ops, triton
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.kv import LARGEST, LayerKV, quantised
@@ -33,6 +34,7 @@ BEST = HERE[-1] if HERE else None
 # instruction sets whose kernels are tested; those between the least and the best are made of what these are made of
 SETS = [(isa, [] if isa in (HERE[0], BEST) else [pytest.mark.slow]) for isa in HERE] or [(None, [])]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # minutes; Triton 3.6 needs a NumPy before 2.4 for it
 ON_PACKED = ("packed", "choose")  # names of ops on packed weights
 TOGETHER = ("all_reduce",)  # computed by several ranks: see test_ranks.py
 BACKENDS = [
@@ -41,7 +43,7 @@ BACKENDS = [
     if name not in TOGETHER
     for backend in op.backends
     for device in DEVICES
-    if backend.serves(device)
+    if (backend.serves(device) or (INTERPRETED and (backend.name, device, triton.missing()) == ("triton", "cpu", None)))
     and (not name.startswith(ON_PACKED) or PACKED.missing(torch.device(device), torch.float32) is None)
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -87,6 +89,14 @@ def cache_of(order: str, kv_heads: int, dim: int, padding: int, device: str, sto
         cache.scales.copy_(scales)
     cache.values.copy_(noise)
     return cache
+
+
+def using(name: str, backend: str, device: str):
+    """As `Op.using`; Triton's kernels on a CPU are interpreted."""
+    op = OPS[name]
+    if (backend, device) == ("triton", "cpu"):
+        return op.wrapped(device, lambda _: op.backend(backend).function)
+    return op.using(backend)
 
 
 def clone(x):
@@ -295,7 +305,7 @@ def agree(op, name, backend, device, data, dtype):
     torch.manual_seed(0)
     arguments, changed = case(name, data, device, dtype)
     copies = tuple(map(clone, arguments))
-    with op.using(backend):
+    with using(name, backend, device):
         ours = op[device](*arguments)
     with op.using("reference"):
         theirs = op[device](*copies)
@@ -480,7 +490,7 @@ def test_argmax_is_the_first_and_tells_rows_that_are_no_numbers(name, backend, d
     logits = torch.zeros(3, vocab, device=device)
     logits[0, vocab // 2 :] = 1.0
     logits[1, vocab - 1] = wrong
-    with OPS[name].using(backend):
+    with using(name, backend, device):
         tokens, finite = ops.argmax(logits)
     assert tokens[0] == vocab // 2
     assert tokens[2] == 0

@@ -32,7 +32,7 @@ class Plain(LinearMethod[nn.Parameter, Tensor]):
         return ops.linear(x, weight, bias).to(dtype)
 
     def rows(self, weight: nn.Parameter, index: Tensor) -> Tensor:
-        return weight[index]
+        return weight.index_select(0, index)
 
     def dense(self, weight: nn.Parameter) -> Tensor:
         return weight

@@ -165,6 +165,10 @@ class Decoder(nn.Module):
             self._rotations = [Rotation(self.config, rope, self.dtype, self.device) for rope in self.config.ropes]
         return [rotation(batch.positions, batch.reach) for rotation in self._rotations]
 
+    def rotation_tables(self) -> list[tuple[Tensor, Tensor]]:
+        """What `rotations` have been looked up in."""
+        return [rotation.tables for rotation in self._rotations]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
         head = self.head
@@ -211,7 +215,7 @@ class Decoder(nn.Module):
 
 
 class Rotation:
-    """cos and sin of a step's positions, out of tables, which grow as far as positions reach."""
+    """cos and sin of a step's positions, out of tables, which are replaced by longer ones as far as positions reach."""
 
     def __init__(self, config: DecoderConfig, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         base, self._factor = frequencies(rope, config.max_positions)
@@ -219,14 +223,14 @@ class Rotation:
         self._base = base.to(device)
         self._dtype = dtype
         nothing = torch.empty(0, len(base), dtype=dtype, device=device)
-        self._tables = nothing, nothing  # replaced together
+        self.tables = nothing, nothing  # replaced together
 
     def __call__(self, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
         """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
-        cos, sin = self._tables
+        cos, sin = self.tables
         if reach > len(cos):
             size = max(reach, min(1 << max(10, (reach - 1).bit_length()), self._longest))
             angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
             cos, sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
-            self._tables = cos, sin
+            self.tables = cos, sin
         return cos.index_select(0, positions), sin.index_select(0, positions)

@@ -5,6 +5,7 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
+from penstock.nn import triton
 from penstock.nn.batch import Batch
 from penstock.nn.kv import LayerKV
 from penstock.nn.native import DTYPES, cached, dense_rows, function, missing, of_layer
@@ -73,9 +74,19 @@ def _native(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int |
     return out
 
 
+def _triton(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """One kernel for decodes and prompts (triton/attention.py); equal to the bit."""
+    from penstock.nn.triton import attention as kernels
+
+    if not kernels.serves(q, cache):
+        return sdpa(q, cache, batch, scale, window)
+    return kernels.attention(q, cache, batch, scale, window)
+
+
 OP = Op(
     "attention",
     Backend("native", _native, frozenset({"cpu"}), missing),
+    Backend("triton", _triton, triton.DEVICES, triton.missing),
     Backend("sdpa", sdpa),
     Backend("reference", _reference),
 )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.nn import triton
 from penstock.nn.native import computable, dense_rows, function, is_bf16, missing
 from penstock.nn.ops.backends import Backend, Op
 
@@ -37,4 +38,15 @@ def _native(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-OP = Op("gate_mul", Backend("native", _native, frozenset({"cpu"}), missing), Backend("reference", _reference))
+def _triton(gate_up: Tensor, activation: str) -> Tensor:
+    from penstock.nn.triton import rows
+
+    return rows.gate_mul(dense_rows(gate_up), activation)
+
+
+OP = Op(
+    "gate_mul",
+    Backend("native", _native, frozenset({"cpu"}), missing),
+    Backend("triton", _triton, triton.DEVICES, triton.missing),
+    Backend("reference", _reference),
+)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.nn import alike
 from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.packed import PackedWeight
@@ -78,7 +79,7 @@ def _rows_native(weight: PackedWeight, index: Tensor) -> Tensor:
 
 
 CPU = frozenset({"cpu"})
-OP = Op("linear", Backend("reference", _reference))
+OP = Op("linear", Backend("alike", alike.linear, frozenset({"cuda"})), Backend("reference", _reference))
 PACKED_OP = Op(
     "packed_linear", Backend("native", _packed_native, CPU, missing), Backend("reference", _packed_reference)
 )

@@ -5,6 +5,7 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
+from penstock.nn import triton
 from penstock.nn.batch import Batch
 from penstock.nn.kv import LayerKV
 from penstock.nn.native import cached, dense_rows, function, missing, of_layer
@@ -74,4 +75,20 @@ def _native(
     return qkv[:, : heads * layer.dim].unflatten(1, (heads, layer.dim))
 
 
-OP = Op("qkv_to_cache", Backend("native", _native, frozenset({"cpu"}), missing), Backend("reference", _reference))
+def _triton(
+    qkv: Tensor, norms: Norms, eps: float, rotation: tuple[Tensor, Tensor], cache: LayerKV, batch: Batch
+) -> Tensor:
+    if cache.scales is not None or cache.values.dtype != qkv.dtype:
+        return _reference(qkv, norms, eps, rotation, cache, batch)
+    from penstock.nn.triton import cache as kernels
+
+    weights = None if norms is None else (norms[0].contiguous(), norms[1].contiguous())
+    return kernels.qkv_to_cache(dense_rows(qkv), weights, eps, rotation, cache, batch)
+
+
+OP = Op(
+    "qkv_to_cache",
+    Backend("native", _native, frozenset({"cpu"}), missing),
+    Backend("triton", _triton, triton.DEVICES, triton.missing),
+    Backend("reference", _reference),
+)

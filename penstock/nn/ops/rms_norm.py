@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.nn import triton
 from penstock.nn.native import computable, dense_rows, function, is_bf16, missing
 from penstock.nn.ops.backends import Backend, Op
 
@@ -75,6 +76,30 @@ def _add_native(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return out, total
 
 
+def _triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from penstock.nn.triton import rows
+
+    return rows.rms_norm(x, weight.contiguous(), eps)
+
+
+def _add_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from penstock.nn.triton import rows
+
+    if x.ndim != 2 or x.dtype != residual.dtype:
+        return _add_reference(x, residual, weight, eps)
+    return rows.add_rms_norm(dense_rows(x), dense_rows(residual), weight.contiguous(), eps)
+
+
 CPU = frozenset({"cpu"})
-OP = Op("rms_norm", Backend("native", _native, CPU, missing), Backend("reference", reference))
-ADD_OP = Op("add_rms_norm", Backend("native", _add_native, CPU, missing), Backend("reference", _add_reference))
+OP = Op(
+    "rms_norm",
+    Backend("native", _native, CPU, missing),
+    Backend("triton", _triton, triton.DEVICES, triton.missing),
+    Backend("reference", reference),
+)
+ADD_OP = Op(
+    "add_rms_norm",
+    Backend("native", _add_native, CPU, missing),
+    Backend("triton", _add_triton, triton.DEVICES, triton.missing),
+    Backend("reference", _add_reference),
+)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.nn.native import function, missing
+from penstock.nn import triton
+from penstock.nn.batch import to_device
+from penstock.nn.native import dense_rows, function, missing
 from penstock.nn.ops.backends import Backend, Op
 
 CANDIDATES = 1024  # up to this top_k, only the k candidates are looked at
@@ -110,7 +112,7 @@ def _reference(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     for row, draw in enumerate(draws):
         groups.setdefault(_kind(draw), []).append(row)
     for kind, rows in groups.items():
-        index = torch.tensor(rows, device=logits.device)
+        index = to_device(rows, logits.device)
         chosen = logits if len(rows) == len(draws) else logits[index]
         if kind is None:
             tokens[index] = chosen.argmax(-1)
@@ -127,7 +129,7 @@ def _kind(draw: Draw) -> tuple[int, bool] | None:
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return to_device(values, like.device, like.dtype)[:, None]
 
 
 def _sample_alike(logits: Tensor, draws: Sequence[Draw], candidates: int, cut: bool) -> Tensor:
@@ -150,7 +152,7 @@ def _sample_alike(logits: Tensor, draws: Sequence[Draw], candidates: int, cut: b
         probabilities = scaled.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # of the more likely ones; the first is always kept
         scaled = scaled.masked_fill(before >= _column([d.top_p for d in draws], logits), -torch.inf)
-    noise = gumbel_noise(torch.tensor([d.key for d in draws], device=logits.device), ids)
+    noise = gumbel_noise(to_device([d.key for d in draws], logits.device), ids)
     best = (scaled + noise).argmax(-1, keepdim=True)
     return ids.expand_as(scaled).gather(-1, best)[:, 0]
 
@@ -159,7 +161,7 @@ def _keep_top_k(scaled: Tensor, top_k: list[int]) -> Tensor:
     """Drop everything below each row's k-th largest value."""
     vocab = scaled.shape[-1]
     ordered = scaled.sort(descending=True).values
-    last = torch.tensor([min(k, vocab) - 1 for k in top_k], device=scaled.device)[:, None]
+    last = to_device([min(k, vocab) - 1 for k in top_k], scaled.device)[:, None]
     return scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
 
 
@@ -197,7 +199,18 @@ def _native_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, finite
 
 
+def _triton_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    from penstock.nn.triton import rows
+
+    return rows.argmax(dense_rows(logits))
+
+
 CPU = frozenset({"cpu"})
 OP = Op("sample", Backend("native", _native, CPU, missing), Backend("reference", _reference))
-ARGMAX_OP = Op("argmax", Backend("native", _native_argmax, CPU, missing), Backend("reference", _argmax))
+ARGMAX_OP = Op(
+    "argmax",
+    Backend("native", _native_argmax, CPU, missing),
+    Backend("triton", _triton_argmax, triton.DEVICES, triton.missing),
+    Backend("reference", _argmax),
+)
 NOISE_OP = Op("gumbel_noise", Backend("reference", _noise))

@@ -68,7 +68,7 @@ class SchedulerCounters:
 class StepBudget:
     """The greatest number of tokens whose step stays within a time limit (xLLM, section 3.3).
 
-    Only full steps are measured. It begins with the least and at most doubles with
+    Only full steps are measured. It begins with the least, or with what `found` says, and at most doubles with
     each of them, so that nothing has to be measured before the first request. Noise only adds to a step's time, so it
     takes two steps in a row beyond the limit to make it smaller.
 
@@ -104,6 +104,10 @@ class StepBudget:
         if room >= WORTH:
             self._set(before * room)
         return self.tokens != before
+
+    def found(self, tokens: int, seconds: float) -> None:
+        """A prompt of so many tokens has been computed before the first request, and took so long."""
+        self._set(tokens * self._limit / max(seconds, 1e-9))
 
     def _set(self, tokens: float) -> None:
         self.tokens = min(max(int(tokens) // GRAIN * GRAIN, self._low), self.high)
