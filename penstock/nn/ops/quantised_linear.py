@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.nn import alike
 from penstock.nn.native import DTYPES, missing
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.linear import CPU, packed_linear
@@ -47,6 +48,10 @@ def _packed(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, dtype: torc
     return _by_parts(lambda x, part, bias: packed_linear(x, PackedWeight.of(part), bias, dtype), x, weight, bias, dtype)
 
 
+def _alike(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return _by_parts(alike.linear, x, weight, bias, dtype)
+
+
 def _by_parts(
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     x: Tensor,
@@ -75,5 +80,10 @@ def _rows_reference(weight: QuantisedWeight, index: Tensor) -> Tensor:
     return ordered
 
 
-OP = Op("quantised_linear", Backend("packed", _packed, CPU, missing), Backend("reference", _reference))
+OP = Op(
+    "quantised_linear",
+    Backend("packed", _packed, CPU, missing),
+    Backend("alike", _alike, frozenset({"cuda"})),
+    Backend("reference", _reference),
+)
 ROWS_OP = Op("quantised_rows", Backend("reference", _rows_reference))
