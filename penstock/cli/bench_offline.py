@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # flags that go to the engine as they are; one that is not given leaves the engine's default
 ENGINE_FLAGS = (
-    *("dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
+    *("dtype", "quantization", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
     *("isa", "graph_mode", "kv_address_mode", "kv_layout", "kv_cache_dtype", "tensor_parallel_size"),
 )
 
