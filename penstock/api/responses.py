@@ -21,7 +21,7 @@ from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 Item = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
@@ -116,7 +116,7 @@ class ResponsesBody(Body):
         return ChatBody.made(fields, self, partial(_renamed, len(system) + len(before), places))
 
 
-def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
+def routes(models: Models, store: ResponseStore) -> list[Route]:
     async def responses(request: Request) -> UntilDisconnect:
         body = await read_body(request, ResponsesBody)
         tenant = request.state.tenant
@@ -130,7 +130,7 @@ def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
         level = service_level(chat, request.headers)
         conversation = [*before, *messages_of(body.input)[0]]
         shape = partial(ResponseShape, body, conversation, store if body.store is not False else None, tenant)
-        return UntilDisconnect(partial(answer, frontend, chat, level, request.state.request_id, shape))
+        return UntilDisconnect(partial(answer, models.of(body.model), chat, level, request.state.request_id, shape))
 
     async def get_response(request: Request) -> Response:
         """An answer that is still kept."""

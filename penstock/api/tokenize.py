@@ -13,14 +13,15 @@ from penstock.core.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 MAX_TOKENS = 1 << 18  # or a context, if that is more
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
-        frontend.served_model(body.model)
+        frontend = models.of(body.model)
         frontend.check_known()
         tokens = await _encoded(frontend, body)
         texts = [frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
@@ -30,7 +31,7 @@ def routes(frontend: Frontend) -> list[Route]:
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
-        frontend.served_model(body.model)
+        frontend = models.of(body.model)
         frontend.check_known()
         if len(body.tokens) > (most := _most_tokens(frontend)):
             raise InvalidRequest(f"tokens: {len(body.tokens)} token ids, at most {most} are allowed", "tokens")

@@ -188,7 +188,7 @@ class Upgrades:
         self._running = change.wanted
         for program in change.frontends:
             self._launcher.change(program)
-        self._launcher.serve_model(change.wanted.digest)
+        self._launcher.serve_model(change.wanted.deployment.prefix, change.wanted.digest)
 
     def _end(self, change: _Change) -> None:
         change.end()
@@ -255,7 +255,7 @@ class _Fleet:
         name = program.name
         if name in self._launcher.programs:
             self._members = set(self._launcher.ready)
-            self._launcher.ready = ()
+            self._launcher.forget_ready()
             self._launcher.retire(name)
             self._next[name] = program
         else:
