@@ -80,7 +80,7 @@ def _plan_model(
     registry = None if deployment.cluster is None else deployment.cluster.registry
     if deployment.orphans is not None:
         name = prefix + KV_POOL
-        settings: dict[str, Any] = {"path": str(folder / name), "orphan_seconds": deployment.orphans}
+        settings: dict[str, Any] = {"name": name, "path": str(folder / name), "orphan_seconds": deployment.orphans}
         yield program(name, "kv_pool", settings, socket=folder / name)
     places = [(group, name) for group in deployment.groups for name in group.instances]
     for number, (group, instance) in enumerate(places):

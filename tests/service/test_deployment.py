@@ -433,13 +433,13 @@ def test_whatever_stands_there_the_answer_is_a_deployment_or_lines(content):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_are_in_order(recipe):
-    deployment = parse(recipe.name, recipe.read_text(), TABLES)
-    assert deployment.server["port"] == 8000
-    assert not deployment.warnings
+    for deployment in parse_all(recipe.name, recipe.read_text(), TABLES):
+        assert deployment.server["port"] == 8000
+        assert not deployment.warnings
 
 
 def test_there_are_recipes():
-    assert {path.stem for path in RECIPES} >= {"colocated", "disaggregated", "paced-16"}
+    assert {path.stem for path in RECIPES} >= {"colocated", "disaggregated", "paced-16", "two-models"}
 
 
 def test_a_modelled_engine_has_the_options_of_the_file_and_no_others():
