@@ -15,7 +15,8 @@ JSON:
 
 Its standard input is a socket to the launcher, which ends its answers if it is killed (`service.answer_guard`).
 
-Told to stop it drains; told again it ends the running requests. The loss of an engine does not end it.
+Told to stop it drains; told again it ends the running requests. At SIGHUP it reads API keys and certificates again.
+The loss of an engine does not end it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -76,6 +78,8 @@ async def serve(settings: dict[str, Any], options: ServerOptions, began: float) 
         if told["registry"]:
             watches.append(follow_master(told["registry"], placement))
     asyncio.get_running_loop().add_signal_handler(STOP, site.drain)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, site.reload)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # only its launcher sends it
     try:
         await site.run(*watches)
     finally:

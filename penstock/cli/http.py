@@ -184,6 +184,11 @@ class Site:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def reload(self) -> None:
+        """Read the files again that it was given, now."""
+        for each in self.reloaded:
+            each.read_again("at SIGHUP")
+
     def stop(self) -> None:
         """Stop listening; returns at once."""
         self.http.should_exit = True

@@ -13,6 +13,7 @@ from penstock.core.errors import EngineFailure
 from penstock.core.wire.master import Endpoint
 from penstock.service.flight import AGAIN
 from penstock.service.launcher import LOOK, Launcher
+from penstock.service.process import has_terminal
 from penstock.service.registry import LocalRegistry
 from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 
@@ -72,6 +73,8 @@ async def serve(
     site = make_site(options, [(model, registry)], listener, "frontend-0", engine.began, flight_recorder)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, site.drain)
+    if not has_terminal():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, site.reload)
     try:
         await site.run(engine.run(site))
     finally:

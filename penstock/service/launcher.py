@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
-from penstock.service.process import TO_ALL, host_of
+from penstock.service.process import TO_ALL, has_terminal, host_of
 from penstock.service.spawner import Incarnation, LocalSpawner, Spawner
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor, shown
 
@@ -177,6 +177,7 @@ class Launcher:
         self._starting: dict[str, float] = {}  # programs whose sockets are not there yet -> when they were started
         self._took: dict[str, float] = {}  # engines that are up -> seconds that this took
         self._signals: list[int] = []
+        self._reloads = False  # at SIGHUP
         self._listeners = listeners
         self._registrations, self._wire = registrations, _Wire(secret)
         self._host, self._incarnation = host_of(os.getpid()), time.time_ns()
@@ -189,11 +190,13 @@ class Launcher:
         self._restarted: dict[str, tuple[int, float]] = {}  # slow instances -> how often in a row, and when last
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
-        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left.
+        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left. At SIGHUP
+        frontends read their files again; where there is a terminal it is closed, and that is the end, too.
 
         Args:
             look: called after each look at the processes, with the clock's time.
         """
+        self._reloads = not has_terminal()
         for number in TO_ALL:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._signals.append(number))
@@ -244,6 +247,10 @@ class Launcher:
         """Report changes since the last check to the supervisor."""
         now = self._clock.now()
         while self._signals:
+            if self._signals[0] == signal.SIGHUP and self._reloads:
+                self._signals.pop(0)
+                self._reload()
+                continue
             again = self._supervisor.stopping or self._leaves_by < inf
             follows = "running requests are ended" if again else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
@@ -269,6 +276,12 @@ class Launcher:
             for listener in self._listeners:
                 listener.close()
         return ended
+
+    def _reload(self) -> None:
+        log.info("SIGHUP: frontends read their files again")
+        for name, incarnation in self._running.items():
+            if self._programs[name].kind == "frontend":
+                incarnation.reload()
 
     def _found_ended(self) -> list[str]:
         """Processes that have ended. One that needs another is reported a look later: it may have ended with that one,

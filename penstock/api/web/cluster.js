@@ -36,7 +36,7 @@ export function cluster(section) {
         }
       } catch (error) {
         if (error.name === "AbortError") return;
-        trouble = error.message;
+        trouble = error.status === 400 && !served.length ? "" : error.message; // it will be known whose cluster this is
         draw();
         if (error.status === 401 || error.status === 403) return;
       }
@@ -78,7 +78,7 @@ export function cluster(section) {
     trouble = "";
     for (const part of Object.values(parts)) part.replaceChildren();
     const options = served.map((each) => el("option", { value: each, selected: each === chosen }, each));
-    place("model", "div", el("label", {}, "Model ", el("select", { onchange: (event) => { location.hash = `#cluster/${encodeURIComponent(event.target.value)}`; } }, options)));
+    place("model", "div.of-model", el("label", {}, "Model ", el("select", { onchange: (event) => { location.hash = `#cluster/${encodeURIComponent(event.target.value)}`; } }, options)));
     section.prepend(parts.model);
   }
 
