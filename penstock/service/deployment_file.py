@@ -36,7 +36,7 @@ def parse(
     """Of a file with one model. Arguments and errors as of `parse_all`."""
     deployments = parse_all(name, text, tables, overrides, memory, cluster, common)
     if len(deployments) > 1:
-        raise ConfigError(f"{name}: models: {len(deployments)} of them, allowed here is one", "models")
+        raise ConfigError(f"{name}: models: {len(deployments)} of them, allowed here is one: a file for each", "models")
     return deployments[0]
 
 
