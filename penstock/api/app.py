@@ -13,10 +13,12 @@ from starlette.responses import Response
 from penstock.api import (
     batches,
     chat,
+    chat_batch,
     completions,
     embeddings,
     files,
     health,
+    invocations,
     messages,
     overview,
     page,
@@ -26,6 +28,7 @@ from penstock.api import (
 )
 from penstock.api import models as model_cards
 from penstock.api.http import Application, Route, json_response
+from penstock.api.openai import AnswerDefaults
 from penstock.api.openapi import document
 from penstock.api.response_store import ResponseStore
 from penstock.obs.exposition import Exposition
@@ -54,6 +57,8 @@ def create_app(
     root_path: str = "",
     batch_store: BatchStore | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    answer_defaults: AnswerDefaults = AnswerDefaults(),  # noqa: B008  (it is immutable)
+    shows_tokenizer: bool = False,
 ) -> Application:
     """All routes.
 
@@ -70,22 +75,26 @@ def create_app(
         root_path: what paths may begin with, for a proxy in front that has other things too.
         batch_store: files and batches, which who runs them looks for there; None refuses them.
         max_file_bytes: longer uploads get a 413.
+        answer_defaults: what chats and completions have in their answers.
+        shows_tokenizer: see `tokenize.routes`.
     """
     tenants_apart = (keys_change or len(set(api_keys)) > 1) and not share_prefixes
     routes = [
-        *chat.routes(models),
-        *completions.routes(models),
+        *chat.routes(models, answer_defaults),
+        *chat_batch.routes(models, answer_defaults),
+        *completions.routes(models, answer_defaults),
         *responses.routes(models, ResponseStore(kept_responses)),
         *messages.routes(models),
         *embeddings.routes(models),
         *files.routes(batch_store, max_file_bytes),
         *batches.routes(batch_store),
-        *tokenize.routes(models),
+        *tokenize.routes(models, shows_tokenizer=shows_tokenizer),
         *model_cards.routes(models),
         *health.routes(models, exposition, _version()),
         *overview.routes(models, tenants_apart=tenants_apart),
         *(sleep.routes(models) if sleep_mode else ()),
     ]
+    routes += invocations.routes(models, routes)
 
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics, /version: for operators, without an API key."""
+"""GET /health, /ready, /metrics, /version: for operators, without an API key; and /load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def routes(models: Models, exposition: Exposition, version: str) -> list[Route]:
         """Whether this process and its engines make progress, as a whole and one by one. Where several models are
         served one that does well is enough; `model` asks for one of them."""
         asked = models.asked(request.query_params.get(MODEL))
-        check_any(asked, _check_healthy)
+        check_any(asked, check_healthy)
         instances = [state for frontend in asked for state in frontend.instance_states()]
         told = [{"id": f.served_names[0], "ready": f.ready, "trouble": f.unhealthy_reason} for f in asked]
         status = "draining" if models.draining else "healthy"
@@ -40,15 +40,21 @@ def routes(models: Models, exposition: Exposition, version: str) -> list[Route]:
     async def show_version(request: Request) -> Response:
         return json_response({"version": version})
 
+    async def load(request: Request) -> Response:
+        """How many requests this process works on, for all models or for `model`."""
+        asked = models.asked(request.query_params.get(MODEL))
+        return json_response({"server_load": sum(frontend.requests for frontend in asked)})
+
     return [
         Route("GET", "/health", health),
+        Route("GET", "/load", load),
         Route("GET", "/ready", ready),
         Route("GET", "/metrics", render_metrics),
         Route("GET", "/version", show_version),
     ]
 
 
-def _check_healthy(frontend: Frontend) -> None:
+def check_healthy(frontend: Frontend) -> None:
     """Raises Unavailable."""
     if not frontend.healthy:
         raise Unavailable(f"unhealthy: {frontend.unhealthy_reason}")

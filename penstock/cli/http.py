@@ -80,6 +80,10 @@ class ServerOptions:
     record_requests_size: int
     batch_dir: str | None
     max_file_size: int
+    return_tokens_as_token_ids: bool
+    enable_force_include_usage: bool
+    enable_per_request_metrics: bool
+    enable_tokenizer_info_endpoint: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +262,7 @@ def make_site(
         kept_responses: see `create_app`.
     """
     from penstock.api.app import create_app
+    from penstock.api.openai import AnswerDefaults
     from penstock.core.clock import SystemClock
     from penstock.obs.exposition import Exposition
     from penstock.service.batch_runner import BatchRunner
@@ -293,6 +298,10 @@ def make_site(
         batch_store=store,
         max_file_bytes=options.max_file_size,
         kept_responses=kept_responses,
+        answer_defaults=AnswerDefaults(
+            options.return_tokens_as_token_ids, options.enable_force_include_usage, options.enable_per_request_metrics
+        ),
+        shows_tokenizer=options.enable_tokenizer_info_endpoint,
     )
     runner = None if store is None else BatchRunner(store, served, app.ask, name, options.max_body_size, clock)
     reloaded = _reloaded_keys(app, options)

@@ -12,7 +12,8 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,17 @@ from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.host_port import join_host_port
 from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
+    from penstock.cli.ray_spawner import RaySpawner
+    from penstock.service.change import Running
     from penstock.service.deployment import Common, Deployment, Group
-    from penstock.service.launcher import Launcher
+    from penstock.service.follower import Follower
+    from penstock.service.launcher import Launcher, Registration
     from penstock.service.supervisor import ProcessKind, Program
     from penstock.service.upgrade import Upgrades
 
@@ -104,7 +108,7 @@ def _check_engines(deployments: Sequence[Deployment]) -> None:
     for deployment, group in real:
         directory = find_checkpoint(deployment.model)
         check_engine(EngineOptions(**engine_options(directory, dict(group.options))), torch.device(group.device))
-        read_architecture(directory, group.ranks, group.options["max_model_len"])
+        read_architecture(directory, group.ranks, group.options["max_model_len"], group.options["quantization"])
 
 
 def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:
@@ -127,21 +131,22 @@ def _cluster_defaults() -> dict[str, Any]:
     return {"secret": os.environ.get(SECRET) or None}
 
 
-def launch(deployments: Sequence[Deployment], master: str | None = None) -> int:
+def launch(
+    deployments: Sequence[Deployment],
+    master: str | None = None,
+    read_again: Callable[[str, str], Deployment] | None = None,
+) -> int:
     """Run what is on this host, until SIGINT or SIGTERM; the exit code as of `run`.
 
     Args:
         deployments: of models behind one endpoint.
         master: address of that of a deployment which this host joins, "" where a registry tells it; None to begin one.
+        read_again: then what its file describes with another model and policy.
     """
     from penstock.obs.logs import setup_logging
-    from penstock.service.checkpoint import fingerprint
-    from penstock.service.launcher import Launcher, Registration
-    from penstock.service.programs import givers_file, master_address, plan
-    from penstock.service.supervisor import Supervisor
 
     deployment = deployments[0]  # of what all have in common
-    server = deployment.server
+    server, joins = deployment.server, master is not None
     setup_logging(server["log_level"], server["log_format"])
     for warning in warnings_about(deployments, os.environ):
         log.warning("%s", warning)
@@ -151,105 +156,224 @@ def launch(deployments: Sequence[Deployment], master: str | None = None) -> int:
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(bind(server["host"], server["port"] and server["port"] + i))
-            for i in range(0 if master is not None else deployment.frontends)
+            for i in range(0 if joins else deployment.frontends)
         ]
-        cluster, doors = deployment.cluster, []
         surroundings = environments(deployments, os.environ)
-        secret = surroundings["engine"][SECRET]
-        folder = stack.enter_context(run_folder())
-        for each in deployments:
-            (folder / each.prefix).mkdir(exist_ok=True)
-        engines = None
-        if deployment.ray is not None:
-            from penstock.cli.ray_spawner import RaySpawner
-
-            timeout, givers = deployment.restart.heartbeat_timeout, givers_file(folder, deployment)
-            engines = RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, givers)
+        ground = _Ground(stack.enter_context(run_folder()), listeners, surroundings, server["seed"] or 0, master)
+        stack.callback(ground.close)
+        engines = ground.ray_of(deployment)
+        if engines is not None:
             stack.callback(engines.close)
-        elif cluster is not None:
-            count = sum(len(group.instances) for each in deployments for group in each.groups)
-            doors = [stack.enter_context(bind(cluster.host, 0, "cluster.host")) for _ in range(count)]
-            for door in doors:
-                door.listen()  # as ZMQ wants it
         if sys.stdout.isatty():
-            _show(deployments, listeners, joins=master is not None)
-        fields = partial(_engine_fields, server["seed"] or 0)
-        programs = plan(models, folder, listeners, fields, doors, master)
-        spread = cluster is not None or engines is not None
-        registrations = [
-            Registration(
-                prefix=each.prefix,
-                master=master or master_address(folder, each),
-                digest=fingerprint(directory),
-                givers_file=givers_file(folder, each) if spread else None,
-            )
-            for each, directory in models
-        ]
-        supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
-        launcher = Launcher(
-            programs,
-            supervisor,
-            SystemClock(),
-            surroundings,
-            listeners,
-            registrations,
-            secret=secret if deployment.secured else None,
-            drain=server["drain_timeout"] if master is not None else None,
-            registry=cluster.registry if cluster is not None else None,
-            engines=engines,
-            warm=deployment.warm_pool,
+            _show(deployments, listeners, joins=joins)
+        registrations = [ground.registration(*model) for model in models]
+        launcher = _launcher(models, registrations, ground, engines)
+        running = _running(*models[0], registrations[0])
+        changes: Follower | Upgrades
+        if read_again is not None:
+            changes = _follower(read_again, running, registrations[0], launcher, ground)
+        else:
+            changes = _upgrades(running, registrations, launcher, ground)
+        stack.callback(changes.close)
+        return launcher.run(changes.look)
+
+
+class _Ground:
+    """What the processes of this host are made with, whatever the deployment becomes.
+
+    Args:
+        folder: of this run.
+        surroundings: environments, by kind of process; those of engines change.
+        master: as of `launch`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        listeners: Sequence[socket.socket],
+        surroundings: dict[ProcessKind, Mapping[str, str]],
+        seed: int,
+        master: str | None,
+    ) -> None:
+        self.folder, self.listeners, self.surroundings, self.master = folder, listeners, surroundings, master
+        self.launcher: Launcher | None = None
+        self._seed = seed
+        self._doors: dict[str, socket.socket] = {}  # process -> where other hosts reach it
+
+    def plan(self, models: Sequence[tuple[Deployment, Path]], names: Mapping[str, str]) -> list[Program]:
+        """See `programs.plan`; names of all instances."""
+        from penstock.service.programs import plan
+
+        cluster, doors = models[0][0].cluster, []
+        if cluster is not None and models[0][0].ray is None:
+            for process in names.values():
+                if process not in self._doors:
+                    self._doors[process] = bind(cluster.host, 0, "cluster.host")
+                    self._doors[process].listen()  # as ZMQ wants it
+            doors = [self._doors[process] for process in names.values()]
+        for deployment, _ in models:
+            (self.folder / deployment.prefix).mkdir(exist_ok=True)
+        fields = partial(_engine_fields, self._seed)
+        return plan(models, self.folder, self.listeners, fields, doors, self.master, names)
+
+    def plan_one(self, wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
+        return self.plan([(wanted, directory)], names)
+
+    def ray_of(self, deployment: Deployment) -> RaySpawner | None:
+        """What starts its engines, if Ray does."""
+        if deployment.ray is None:
+            return None
+        from penstock.cli.ray_spawner import RaySpawner
+        from penstock.service.programs import givers_file
+
+        secret, timeout = self.surroundings["engine"][SECRET], deployment.restart.heartbeat_timeout
+        givers = givers_file(self.folder, deployment)
+        return RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, givers)
+
+    def registration(self, deployment: Deployment, directory: Path) -> Registration:
+        from penstock.service.checkpoint import fingerprint
+        from penstock.service.launcher import Registration
+        from penstock.service.programs import givers_file, master_address
+
+        spread = deployment.cluster is not None or deployment.ray is not None
+        return Registration(
+            prefix=deployment.prefix,
+            master=master_address(self.folder, deployment) if self.master is None else self.master or None,
+            digest=fingerprint(directory),
+            givers_file=givers_file(self.folder, deployment) if spread else None,
         )
-        if master is not None:  # the deployment was begun elsewhere
-            return launcher.run()
-        upgrades = _upgrades(models, registrations[0].digest, folder, listeners, launcher, surroundings)
-        stack.callback(upgrades.close)
-        return launcher.run(upgrades.look)
+
+    def surround(self, wanted: Deployment) -> None:
+        """Make room for what it needs."""
+        secret = self.surroundings["engine"][SECRET]
+        self.surroundings["engine"] = {**_threads([wanted]), **os.environ, SECRET: secret}
+
+    def tidy(self) -> None:
+        """Close what belongs to no process any more."""
+        assert self.launcher is not None
+        for process in self._doors.keys() - self.launcher.programs.keys():
+            self._doors.pop(process).close()
+
+    def close(self) -> None:
+        for door in self._doors.values():
+            door.close()
 
 
-def _upgrades(
+def _launcher(
     models: Sequence[tuple[Deployment, Path]],
-    digest: str,
-    folder: Path,
-    listeners: Sequence[socket.socket],
-    launcher: Launcher,
-    surroundings: dict[ProcessKind, Mapping[str, str]],
-) -> Upgrades:
-    """What changes the deployment while it runs, which is of one model."""
-    from penstock.cli.apply import ADDRESS
-    from penstock.service.checkpoint import file_states
-    from penstock.service.control import ControlSocket, Question
-    from penstock.service.programs import plan
-    from penstock.service.upgrade import Running, Upgrades
+    registrations: Sequence[Registration],
+    ground: _Ground,
+    engines: RaySpawner | None,
+) -> Launcher:
+    from penstock.service.launcher import Launcher
+    from penstock.service.supervisor import Supervisor
 
-    deployment, directory = models[0]
-    server, ports = deployment.server, [listener.getsockname()[1] for listener in listeners]
+    deployment = models[0][0]  # of what all have in common
+    cluster, drain = deployment.cluster, deployment.server["drain_timeout"]
+    programs = ground.plan(models, {name: name for each, _ in models for name in _instances(each)})
+    ground.launcher = Launcher(
+        programs,
+        Supervisor(programs, deployment.restart, drain),
+        SystemClock(),
+        ground.surroundings,
+        ground.listeners,
+        registrations,
+        secret=ground.surroundings["engine"][SECRET] if deployment.secured else None,
+        drain=drain if ground.master is not None else None,
+        registry=cluster.registry if cluster is not None else None,
+        engines=engines,
+        warm=deployment.warm_pool,
+    )
+    return ground.launcher
+
+
+def _running(deployment: Deployment, directory: Path, registration: Registration) -> Running:
+    """What has just been started."""
+    from penstock.service.change import Running
+    from penstock.service.checkpoint import file_states
+
+    return Running(
+        deployment=_placed(deployment),
+        directory=directory.resolve(),
+        digest=registration.digest,
+        files=file_states(directory),
+        names={name: name for name in _instances(deployment)},
+    )
+
+
+def _instances(deployment: Deployment) -> list[str]:
+    return [name for group in deployment.groups for name in group.instances]
+
+
+def _follower(
+    read_again: Callable[[str, str], Deployment],
+    running: Running,
+    registration: Registration,
+    launcher: Launcher,
+    ground: _Ground,
+) -> Follower:
+    """What changes this host's instances as the one that began the deployment orders."""
+    from penstock.service.follower import Follower
+
+    def read_with(model: str, policy: str) -> tuple[Deployment, Path]:
+        wanted = _placed(read_again(model, policy))
+        return wanted, find_checkpoint(wanted.model).resolve()
+
+    return Follower(launcher, registration, running, read_with, ground.plan_one, ground.surround, ground.tidy)
+
+
+def _upgrades(running: Running, registrations: Sequence[Registration], launcher: Launcher, ground: _Ground) -> Upgrades:
+    """What changes the deployment while it runs, if it is of one model."""
+    from penstock.cli.apply import ADDRESS
+    from penstock.service.control import ControlSocket, Question
+    from penstock.service.upgrade import Upgrades
+
+    server, ports = running.deployment.server, [listener.getsockname()[1] for listener in ground.listeners]
 
     def read_question(question: Question) -> tuple[Deployment, Path]:
-        if len(models) > 1:
-            raise ConfigError(f"--apply: {len(models)} models are served there, allowed is one: start it anew instead")
+        if (count := len(registrations)) > 1:
+            raise ConfigError(f"--apply: {count} models are served there, allowed is one: start it anew instead")
         with contextlib.chdir(question["folder"]):
-            wanted = read(question["file"], question["text"])
+            wanted = _placed(read(question["file"], question["text"]))
             settings = {**wanted.server, "port": server["port"]}  # it was found by its port
             return replace(wanted, server=settings), find_checkpoint(wanted.model).resolve()
 
-    def plan_anew(wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
-        fields = partial(_engine_fields, server["seed"] or 0)
-        return plan([(wanted, directory)], folder, listeners, fields, names=names)
-
-    def surround(wanted: Deployment) -> None:
-        surroundings["engine"] = {**_threads([wanted]), **os.environ, SECRET: surroundings["engine"][SECRET]}
-
-    (folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
-    names = {name: name for group in deployment.groups for name in group.instances}
-    running = Running(
-        deployment=deployment,
-        directory=directory.resolve(),
-        digest=digest,
-        files=file_states(directory),
-        names=names,
+    (ground.folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
+    return Upgrades(
+        ControlSocket(ground.folder),
+        launcher,
+        registrations[0],
+        running,
+        read_question,
+        ground.plan_one,
+        [_reached(listener) for listener in ground.listeners],
+        ground.surround,
+        ground.tidy,
+        _tell_registry,
     )
-    frontends = [_reached(listener) for listener in listeners]
-    return Upgrades(ControlSocket(folder), launcher, running, read_question, plan_anew, frontends, surround)
+
+
+def _tell_registry(running: Running) -> None:
+    """Those that join later are told by etcd which model this is."""
+    cluster = running.deployment.cluster
+    if cluster is None or cluster.registry is None:
+        return
+    from penstock.service.etcd import write_settings
+
+    def write(address: str, common: Common) -> None:
+        try:
+            write_settings(address, common)
+        except PenstockError as error:
+            log.warning("the model is another one, which files for penstock join have to say now: %s", error)
+
+    common = replace(running.deployment.common, model=running.deployment.model)
+    threading.Thread(target=write, args=(cluster.registry, common), daemon=True).start()
+
+
+def _placed(deployment: Deployment) -> Deployment:
+    """Its model as other hosts find it, and clients as before."""
+    names = {"served_model_name": tuple(deployment.names)}
+    return replace(deployment, model=_anywhere(deployment.model), options={**deployment.options, **names})
 
 
 def _reached(listener: socket.socket) -> tuple[str, int]:

@@ -53,7 +53,7 @@ def parse_all(
 
     Args:
         name: of the file, for messages.
-        overrides: values of settings at the top by key, that go before the file's.
+        overrides: values of settings at the top, and of models, by key, that go before the file's.
         memory: bytes of the host's; None when it is not known.
         cluster: values of settings in that section, for where the file gives none.
         common: of a deployment that this host joins, for what the file does not give.
@@ -82,7 +82,9 @@ class _Parser:
 
     def parse(self, overrides: dict[str, Any], cluster_defaults: Mapping[str, Any]) -> list[Deployment]:
         file, tables = self.file, self.tables
-        top = defaults(tables.top) | file.values(self.spots, tables.top) | overrides
+        of_models = {key: value for key, value in overrides.items() if key in defaults(tables.model)}
+        top = defaults(tables.top) | file.values(self.spots, tables.top)
+        top |= {key: value for key, value in overrides.items() if key not in of_models}
         limits = self._section("limits", tables.limits)
         restart = RestartPolicy(**self._section("restart", tables.restart))
         cluster = self._cluster(cluster_defaults)
@@ -93,6 +95,7 @@ class _Parser:
         shares = Shares(self.memory)
         deployments = [
             section.parse(
+                of_models,
                 shares,
                 frontends=frontends,
                 warm_pool=warm_pool,

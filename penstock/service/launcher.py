@@ -11,7 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +24,7 @@ from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 if TYPE_CHECKING:
     import zmq
 
-    from penstock.core.wire.master import EngineEnded, HostReport, ToLauncher
+    from penstock.core.wire.master import EngineEnded, HostOrder, HostProgress, HostReport, HostTaken, ToLauncher
     from penstock.service.etcd import EtcdHost
 
 log = logging.getLogger("penstock.launcher")
@@ -119,14 +119,20 @@ class Registration:
         digest: of what the instances serve.
         givers_file: in which engines that start read of instances on other hosts that may give them weights, as JSON;
             None where there are no such hosts.
+        said: the last that the master answered.
         ready: what the master gives requests to, as it said last.
+        orders, progress, other: see `HostReport`; set by `service.upgrade` and `service.follower`, as `digest` is.
     """
 
     prefix: str = ""
     master: str | None = None
     digest: str = ""
     givers_file: Path | None = None
+    said: HostTaken | None = None
     ready: Sequence[str] = ()
+    orders: Mapping[str, HostOrder] = field(default_factory=dict)
+    progress: HostProgress | None = None
+    other: str = ""
     refused_since: float | None = None
     told: HostReport | None = None  # what the master knows
     tell_at: float = -inf
@@ -135,6 +141,10 @@ class Registration:
     warned: bool = False  # of its silence
     givers: Mapping[str, str] | None = None  # what is to be in the file
     givers_written: bool = False
+
+    def hears(self, now: float) -> bool:
+        """Whether the master has just said something."""
+        return self.heard is not None and now - self.heard < 2 * REPEAT
 
 
 class Launcher:
@@ -179,7 +189,7 @@ class Launcher:
         self._signals: list[int] = []
         self._reloads = False  # at SIGHUP
         self._listeners = listeners
-        self._registrations, self._wire = registrations, _Wire(secret)
+        self._registrations, self._wire, self.secret = registrations, _Wire(secret), secret
         self._host, self._incarnation = host_of(os.getpid()), time.time_ns()
         self._drain, self._leaves_by = drain, inf
         self._registry = registry
@@ -365,10 +375,10 @@ class Launcher:
         for said in self._wire.read(master):
             registration.heard = now
             match said:
-                case HostTaken(ready=ready, givers=givers):
-                    registration.ready = ready
+                case HostTaken() as taken:
+                    registration.said, registration.ready = taken, taken.ready
                     self._be_taken(registration)
-                    self._pass_on(registration, givers)
+                    self._pass_on(registration, taken.givers)
                 case StartInstance(name=name) if name in self._programs:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
@@ -458,6 +468,10 @@ class Launcher:
             ended=[ended for ended in self.ended if ended.name.startswith(prefix)],
             restarted=minutes,
             spread=self._engines is not self._local,
+            other=registration.other,
+            began=self._drain is None,
+            orders=dict(registration.orders),
+            progress=None if gone else registration.progress,
         )
 
     # --- programs that come and go; `service.upgrade` decides which
@@ -468,7 +482,8 @@ class Launcher:
 
     @property
     def stopping(self) -> bool:
-        return self._supervisor.stopping
+        """Whether it is, or leaves."""
+        return self._supervisor.stopping or self._leaves_by < inf
 
     @property
     def ready(self) -> Sequence[str]:
@@ -498,6 +513,12 @@ class Launcher:
     def is_up(self, name: str) -> bool:
         """Whether it runs, and can be reached."""
         return name in self._running and name not in self._starting
+
+    def endpoint(self, name: str) -> str:
+        """Of an engine that runs; "" while it is not known."""
+        program, incarnation = self._programs.get(name), self._running.get(name)
+        known = incarnation.endpoint if incarnation is not None else ""
+        return (program.address if program is not None else None) or known
 
     def accept(self, name: str) -> None:
         """It is restarted from now on, as the others are, and registered if it is an instance."""
@@ -535,12 +556,6 @@ class Launcher:
         self._supervisor.replace(program)
         self._programs[program.name] = program
 
-    def serve_model(self, prefix: str, digest: str) -> None:
-        """What a model's instances serve is another checkpoint from now on."""
-        for registration in self._registrations:
-            if registration.prefix == prefix:
-                registration.digest = digest
-
     def _act(self, action: Action) -> None:
         match action.what:
             case "start":
@@ -577,8 +592,10 @@ class Launcher:
         incarnation = self._running[program.name]
         if program.address is None:
             incarnation.stop()
-        else:
-            self._wire.tell_to_stop(program.address or incarnation.endpoint)
+        elif address := program.address or incarnation.endpoint:
+            self._wire.tell_to_stop(address)
+        else:  # it has not begun, and cannot be told
+            incarnation.kill()
 
     def _spawner(self, name: str) -> Spawner:
         return self._engines if self._programs[name].kind == "engine" else self._local

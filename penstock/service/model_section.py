@@ -31,7 +31,8 @@ MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,15}")  # likewise, and a folder's
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 RESERVED_FOLDERS = ("address", "control", "givers", "lock", "responses")  # files of a run that are beside it
 DEFAULT = "unified"  # policy of files without one
-ONE_LAYOUT = ("dtype", "kv-cache-dtype", "kv-layout")  # of all instances that share a KV pool server's memory
+# of all instances that share a KV pool server's memory
+ONE_LAYOUT = ("dtype", "quantization", "kv-cache-dtype", "kv-layout")
 MODEL_SECTIONS = "engine", "instances", "priorities", "transport", "kv-pool", "scaling"
 
 
@@ -75,6 +76,7 @@ class ModelSection:
 
     def parse(
         self,
+        overrides: Mapping[str, Any],
         shares: Shares,
         *,
         frontends: int,
@@ -86,6 +88,7 @@ class ModelSection:
     ) -> Deployment:
         """
         Args:
+            overrides: values of its settings by key, that go before the file's.
             shares: of the models before it; its own are added.
             frontends, ...: see `Deployment`.
         """
@@ -93,7 +96,7 @@ class ModelSection:
         known: dict[str, Any] = {}
         if (common := self.common) is not None:
             known = {"model": common.model, "policy": common.policy, "live_roles": common.live_roles}
-        own = defaults(tables.model) | known | file.values(spots, tables.model)
+        own = defaults(tables.model) | known | file.values(spots, tables.model) | dict(overrides)
         prefix = self._prefix(own)
         priorities = self._priorities() if common is None or "priorities" in spots else dict(common.priorities)
         transport_spots = file.section(spots.get("transport"), [*names(tables.transport), "tls", "faults"])

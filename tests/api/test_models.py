@@ -40,7 +40,7 @@ def large() -> Any:
 @pytest.fixture
 async def both(small: Any, large: Any) -> AsyncIterator[httpx.AsyncClient]:
     metrics = [Metrics("small", ["small/engine-0"]), Metrics("large", ["large/engine-0"])]
-    app = create_app(Models([small, large]), Exposition(metrics), sleep_mode=True)
+    app = create_app(Models([small, large]), Exposition(metrics), sleep_mode=True, shows_tokenizer=True)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         yield client
 
@@ -52,9 +52,36 @@ async def test_a_body_names_the_model(both: httpx.AsyncClient, small: Any, large
     assert (small.models, large.models) == (["small"], ["alias", "large"])
 
 
+async def test_every_body_names_it(both: httpx.AsyncClient, small: Any, large: Any) -> None:
+    talk = [{"role": "user", "content": "a"}]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": talk}),
+        ("/v1/chat/completions/batch", {"messages": [talk, talk]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/responses", {"input": "a", "background": True}),
+        ("/invocations", {"messages": talk}),
+        ("/invocations", {"prompt": "a"}),
+    ]
+    for path, body in bodies:
+        small.models.clear()
+        large.models.clear()
+        answer = await both.post(path, json={**body, "model": "alias"})
+        assert (answer.status_code, answer.json()["model"]) == (200, "alias"), answer.text
+        assert (small.models, {*large.models}) == ([], {"alias"})
+        refused = await both.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+async def test_load_is_that_of_all_or_of_one(both: httpx.AsyncClient, small: Any, large: Any) -> None:
+    small.requests, large.requests = 2, 3
+    for path, load in (("/load", 5), ("/load?model=small", 2), ("/load?model=alias", 3)):
+        assert (await both.get(path)).json() == {"server_load": load}
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
+        ("GET", "/tokenizer_info"),
         ("GET", "/overview"),
         ("GET", "/overview/stream"),
         ("GET", "/is_sleeping"),
@@ -87,11 +114,13 @@ async def test_one_that_is_down_takes_nothing_from_the_others(both: httpx.AsyncC
             (await both.get(path, params=params)).status_code for params in ({}, {"model": "small"}, {"model": "alias"})
         ]
         assert asked == [200, 503, 200]
+    assert (await both.get("/ping")).status_code == 200
     large.ready = large.healthy = False
     large.unhealthy_reason = "so is this"
     told = (await both.get("/health")).json()["error"]["message"]
     assert told == "small: unhealthy: the engine is stuck; large: unhealthy: so is this"
     assert (await both.get("/v1/models")).status_code == 503
+    assert (await both.get("/ping")).status_code == 503
 
 
 async def test_whoever_remembers_a_request_explains_it(both: httpx.AsyncClient, small: Any, large: Any) -> None:

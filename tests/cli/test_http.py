@@ -48,6 +48,10 @@ def options():
         record_requests_size=1 << 20,
         batch_dir=None,
         max_file_size=1 << 20,
+        return_tokens_as_token_ids=False,
+        enable_force_include_usage=False,
+        enable_per_request_metrics=False,
+        enable_tokenizer_info_endpoint=False,
     )
 
 
