@@ -16,6 +16,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "deployment.md"
 BEGIN, END = "<!-- settings: begin -->\n", "<!-- settings: end -->\n"
 SECTIONS = (
     ("At the top", TABLES.top),
+    ("of a model: at the top too, or in each entry of `models`", TABLES.model),
+    ("an entry of `models`, besides", TABLES.models),
     ("`limits`", TABLES.limits),
     ("`priorities`, a list of targets by priority", TABLES.priorities),
     ("`instances`, a list of groups", TABLES.instances),

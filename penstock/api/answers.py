@@ -286,8 +286,15 @@ class InstanceState(msgspec.Struct):
     trouble: str
 
 
+class ModelState(msgspec.Struct):
+    id: str
+    ready: bool
+    trouble: str
+
+
 class Health(msgspec.Struct):
     status: Literal["healthy", "draining"]
+    models: list[ModelState]
     instances: list[InstanceState]
 
 

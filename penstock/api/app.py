@@ -20,31 +20,32 @@ from penstock.api import (
     health,
     invocations,
     messages,
-    models,
     overview,
     page,
     responses,
     sleep,
     tokenize,
 )
+from penstock.api import models as model_cards
 from penstock.api.http import Application, Route, json_response
 from penstock.api.openai import AnswerDefaults
 from penstock.api.openapi import document
 from penstock.api.response_store import ResponseStore
-from penstock.obs.metrics import Metrics
+from penstock.obs.exposition import Exposition
 from penstock.obs.tracing import Tracing
 
 if TYPE_CHECKING:
     from penstock.service.batch_store import BatchStore
-    from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
+SIZES = "vocab_size", "max_model_len", "embedding_size"  # bounds in the OpenAPI document: the widest model's
 MAX_FILE_BYTES = 1 << 30
 MAX_BODY_BYTES = 8 * 2**20  # a million token ids
 
 
 def create_app(
-    frontend: Frontend,
-    metrics: Metrics,
+    models: Models,
+    exposition: Exposition,
     *,
     api_keys: tuple[str, ...] = (),
     keys_change: bool = False,
@@ -62,8 +63,8 @@ def create_app(
     """All routes.
 
     Args:
-        frontend: what serves them.
-        metrics: counts responses, and is shown under /metrics.
+        models: what serves them.
+        exposition: counts responses, and is shown under /metrics.
         api_keys: when there are any, requests must bear one of them.
         keys_change: whether others come later (`Application.set_api_keys`): tenants are apart from the start.
         share_prefixes: whether requests with different keys share cached prefixes, and conversations.
@@ -79,32 +80,32 @@ def create_app(
     """
     tenants_apart = (keys_change or len(set(api_keys)) > 1) and not share_prefixes
     routes = [
-        *chat.routes(frontend, answer_defaults),
-        *chat_batch.routes(frontend, answer_defaults),
-        *completions.routes(frontend, answer_defaults),
-        *responses.routes(frontend, ResponseStore(kept_responses)),
-        *messages.routes(frontend),
-        *embeddings.routes(frontend),
+        *chat.routes(models, answer_defaults),
+        *chat_batch.routes(models, answer_defaults),
+        *completions.routes(models, answer_defaults),
+        *responses.routes(models, ResponseStore(kept_responses)),
+        *messages.routes(models),
+        *embeddings.routes(models),
         *files.routes(batch_store, max_file_bytes),
         *batches.routes(batch_store),
-        *tokenize.routes(frontend, shows_tokenizer=shows_tokenizer),
-        *models.routes(frontend),
-        *health.routes(frontend, metrics, _version()),
-        *overview.routes(frontend, tenants_apart=tenants_apart),
-        *(sleep.routes(frontend) if sleep_mode else ()),
+        *tokenize.routes(models, shows_tokenizer=shows_tokenizer),
+        *model_cards.routes(models),
+        *health.routes(models, exposition, _version()),
+        *overview.routes(models, tenants_apart=tenants_apart),
+        *(sleep.routes(models) if sleep_mode else ()),
     ]
-    routes += invocations.routes(frontend, routes)
+    routes += invocations.routes(models, routes)
 
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 
     async def openapi(request: Request) -> Response:
-        sizes = frontend.vocab_size, frontend.max_model_len, frontend.embedding_size
+        sizes = (max(getattr(f, size) for f in models.frontends) for size in SIZES)
         found = described(*sizes, keys=keys_change or bool(api_keys))
         return json_response(found | {"servers": [{"url": root_path}]} if root_path else found)
 
-    watched = overview.stream_route(frontend, tenants_apart=tenants_apart)
+    watched = overview.stream_route(models, tenants_apart=tenants_apart)
     every = [*routes, Route("GET", "/openapi.json", openapi), watched, *page.routes()]
-    return Application(every, frontend, metrics, api_keys, tenants_apart, max_body_bytes, tracing, root_path)
+    return Application(every, models, exposition, api_keys, tenants_apart, max_body_bytes, tracing, root_path)
 
 
 def _version() -> str:

@@ -30,15 +30,17 @@ from penstock.text.reasoning import ReasoningParser
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
 
 
-def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
+def routes(models: Models, defaults: AnswerDefaults) -> list[Route]:
     async def chat_completions(request: Request) -> UntilDisconnect:
         body = defaults.applied(await read_body(request, ChatBody))
         level = service_level(body, request.headers)
         make = partial(ChatShape, body)
+        frontend = models.of(body.model)
         return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, make))
 
     return [Route("POST", "/v1/chat/completions", chat_completions, ChatBody)]

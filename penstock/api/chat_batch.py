@@ -21,6 +21,7 @@ from penstock.service.generation import Usage
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 HARMLESS: dict[str, tuple[object, ...]] = {  # fields of a chat that are not served here -> what changes nothing
     "stream": (False,),
@@ -56,11 +57,12 @@ class ChatBatchBody(ChatBody):
         ]
 
 
-def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
+def routes(models: Models, defaults: AnswerDefaults) -> list[Route]:
     async def chat_batch(request: Request) -> UntilDisconnect:
         body = defaults.applied(await read_body(request, ChatBatchBody))
         level = service_level(body, request.headers)
-        return UntilDisconnect(partial(_answer, frontend, body, body.chats(), level, request.state.request_id))
+        chats, frontend = body.chats(), models.of(body.model)
+        return UntilDisconnect(partial(_answer, frontend, body, chats, level, request.state.request_id))
 
     return [Route("POST", "/v1/chat/completions/batch", chat_batch, ChatBatchBody)]
 

@@ -25,13 +25,14 @@ from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 
-def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
+def routes(models: Models, defaults: AnswerDefaults) -> list[Route]:
     async def completions(request: Request) -> UntilDisconnect:
         body = defaults.applied(await read_body(request, CompletionBody))
         level = service_level(body, request.headers)
-        return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
+        return UntilDisconnect(partial(_answer, models.of(body.model), body, level, request.state.request_id))
 
     return [Route("POST", "/v1/completions", completions, CompletionBody)]
 

@@ -38,16 +38,18 @@ from penstock.service.intake import truncated
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 Shown = TypeVar("Shown")
 AT_ONCE = 16  # vectors that are put together before others get their turn
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     def route(path: str, body: type[ServedBody], work: Any) -> Route:
         async def endpoint(request: Request) -> UntilDisconnect:
             asked = await read_body(request, body)
-            embedder = _Embedder(frontend, asked, service_level(asked, request.headers), request.state.request_id)
+            level = service_level(asked, request.headers)
+            embedder = _Embedder(models.of(asked.model), asked, level, request.state.request_id)
             return UntilDisconnect(partial(work, embedder, asked))
 
         endpoint.__name__ = path[1:].replace("/", "_")  # names its operation in the OpenAPI document

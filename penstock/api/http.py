@@ -24,16 +24,17 @@ from penstock.api.errors import ErrorShape, error_body, error_response
 from penstock.api.schema import Body, BodyType, parse
 from penstock.core.errors import InvalidRequest, Unauthorized, Unavailable
 from penstock.core.memory import give_back_memory
-from penstock.obs.metrics import Metrics
+from penstock.obs.exposition import Exposition
 from penstock.obs.tracing import Tracing
 from penstock.service.batch_runner import Answer
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 OPEN_ROUTES = {"/", "/docs", "/health", "/ping", "/ready", "/metrics", "/version"}  # need no key
 PAGE_FILES = "/page/"  # neither does what is below it
 WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
+MODEL = "model"  # query parameter of what is about one model, where there are several
 MAX_REQUEST_ID_CHARS = 128
 MAX_LISTED_FIELDS = 32
 MAX_LISTED_CHARS = 64  # of one field's name
@@ -100,8 +101,8 @@ class Application:
     def __init__(
         self,
         routes: Sequence[Route],
-        frontend: Frontend,
-        metrics: Metrics,
+        models: Models,
+        exposition: Exposition,
         api_keys: tuple[str, ...],
         tenants_apart: bool,
         max_body_bytes: int,
@@ -112,8 +113,8 @@ class Application:
             route.allowed = set().union(*(each.methods for each in routes if each.path == route.path))
         self.routes = routes
         self._router = routing.Router(routes, redirect_slashes=False, default=_no_route)
-        self._frontend = frontend
-        self._metrics = metrics
+        self._models = models
+        self._exposition = exposition
         self._tenants_apart = tenants_apart
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
@@ -147,9 +148,7 @@ class Application:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                close = (
-                    [(b"connection", b"close")] if self._frontend.draining else []
-                )  # the client reconnects elsewhere
+                close = [(b"connection", b"close")] if self._models.draining else []  # the client reconnects elsewhere
                 message = {**message, "headers": [*message["headers"], *headers, *close]}
             await send(message)
 
@@ -165,7 +164,7 @@ class Application:
             await error_response(error, request_id, shape)(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
-            self._metrics.observe_http(route, status or CLIENT_GONE)
+            self._exposition.observe_http(route, status or CLIENT_GONE)
             if scope["state"].get("body_bytes", 0) > LARGE_BODY:
                 asyncio.get_running_loop().call_soon(give_back_memory)  # when nothing of the request is left
             if trace is not None:
@@ -205,7 +204,7 @@ class Application:
             Unauthorized: it has none of the keys.
             InvalidRequest: its request id cannot be one.
         """
-        if self._frontend.draining and path not in WHILE_DRAINING:
+        if self._models.draining and path not in WHILE_DRAINING:
             raise Unavailable("the server is shutting down: it finishes what runs, and takes nothing new")
         tenant = self._tenant_of(path, headers)
         if request_id is not None and not _valid_id(request_id):

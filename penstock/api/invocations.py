@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from penstock.api.health import check_healthy
 from penstock.api.http import Route, read_data
-from penstock.core.errors import InvalidRequest, Unavailable
+from penstock.core.errors import InvalidRequest
+from penstock.service.models import check_any
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 PATHS: Mapping[str, str] = {  # what a body has -> where it would have been sent
     "messages": "/v1/chat/completions",
@@ -25,7 +27,7 @@ PATHS: Mapping[str, str] = {  # what a body has -> where it would have been sent
 }
 
 
-def routes(frontend: Frontend, served: Sequence[Route]) -> list[Route]:
+def routes(models: Models, served: Sequence[Route]) -> list[Route]:
     """
     Args:
         served: the routes of these paths, among others.
@@ -46,9 +48,8 @@ def routes(frontend: Frontend, served: Sequence[Route]) -> list[Route]:
         raise InvalidRequest(f"the body: allowed is one with a field of {', '.join(PATHS)}")
 
     async def ping(request: Request) -> Response:
-        """Whether this process and its engines make progress."""
-        if not frontend.healthy:
-            raise Unavailable(f"unhealthy: {frontend.unhealthy_reason}")
+        """Whether this process and its engines make progress; where several models are served, those of one do."""
+        check_any(models.frontends, check_healthy)
         return Response()
 
     async def post_ping(request: Request) -> Response:

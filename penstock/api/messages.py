@@ -24,6 +24,7 @@ from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 Block = dict[str, Any]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)]
@@ -93,16 +94,18 @@ class CountBody(MessagesBody):
     max_tokens: Count = 1
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     async def messages(request: Request) -> UntilDisconnect:
-        body = (await read_body(request, MessagesBody)).chat(thinks=frontend.dialect.reasoning is not None)
+        asked = await read_body(request, MessagesBody)
+        frontend = models.of(asked.model)
+        body = asked.chat(thinks=frontend.dialect.reasoning is not None)
         level = service_level(body, request.headers)
         return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, MessageShape))
 
     async def count_message_tokens(request: Request) -> Response:
         """How long the prompt of such a message is."""
         body = (await read_body(request, CountBody)).chat(thinks=False)
-        frontend.served_model(body.model)
+        frontend = models.of(body.model)
         frontend.check_known()
         prompt = await prompt_of(frontend, body, None)
         return json_response({"input_tokens": len(prompt)})

@@ -8,20 +8,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.http import Route, json_response
+from penstock.service.models import check_any
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(models: Models) -> list[Route]:
     async def list_models(request: Request) -> Response:
-        frontend.check_known()
-        cards = [_card(frontend, name) for name in frontend.served_names]
+        check_any(models.frontends, lambda frontend: frontend.check_known())
+        cards = [_card(frontend, name) for frontend in models.frontends for name in frontend.served_names]
         return json_response({"object": "list", "data": cards})
 
     async def get_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        frontend = models.of(name)
         frontend.check_known()
-        return json_response(_card(frontend, frontend.served_model(request.path_params["model"])))
+        return json_response(_card(frontend, name))
 
     return [Route("GET", "/v1/models", list_models), Route("GET", "/v1/models/{model:path}", get_model)]
 

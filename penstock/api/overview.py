@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,19 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Send
 
-from penstock.api.http import Route, UntilDisconnect, json_response
+from penstock.api.http import MODEL, Route, UntilDisconnect, json_response
 from penstock.api.sse import EVENT_STREAM
-from penstock.core.errors import PenstockError
+from penstock.core.errors import PenstockError, Unavailable
+from penstock.core.wire.master import History
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 APART = "requests of several API keys are kept apart, and this is about all: read the file of the flight recorder"
 INTERVAL = 1.0  # seconds between two looks
 REFUSALS = {403: "requests of several API keys are kept apart", 404: "the master does not remember such a request"}
 
 
-def routes(frontend: Frontend, *, tenants_apart: bool) -> list[Route]:
+def routes(models: Models, *, tenants_apart: bool) -> list[Route]:
     """
     Args:
         tenants_apart: no one is told of single requests, as they may be another's.
@@ -32,17 +35,15 @@ def routes(frontend: Frontend, *, tenants_apart: bool) -> list[Route]:
 
     async def overview(request: Request) -> Response:
         """What `penstock top` shows: instances, queues and the latest decisions as the master sees them, attainment and
-        throughput of this frontend."""
-        return json_response(await _look(frontend, tenants_apart))
+        throughput of this frontend. `model` says of which model, where there are several."""
+        return json_response(await _look(models.of(request.query_params.get(MODEL)), tenants_apart))
 
     async def explain(request: Request) -> Response:
-        """Why a request ran where it did, as far as the master remembers: what `penstock explain` shows."""
+        """Why a request ran where it did, as far as its model's master remembers: what `penstock explain` shows."""
         if tenants_apart:
             raise HTTPException(403, APART)
         wanted = request.path_params["request"]
-        found = await frontend.history(wanted)
-        if not found.sequences:
-            raise HTTPException(404, f"{wanted!r} is not among the {found.decisions} decisions that are remembered")
+        found = await _remembered(models.asked(request.query_params.get(MODEL)), wanted)
         return json_response({"request": wanted, "policy": None, "sequences": msgspec.Raw(found.sequences)})
 
     return [
@@ -51,25 +52,44 @@ def routes(frontend: Frontend, *, tenants_apart: bool) -> list[Route]:
     ]
 
 
-def stream_route(frontend: Frontend, *, tenants_apart: bool) -> Route:
+def stream_route(models: Models, *, tenants_apart: bool) -> Route:
     """/overview/stream, which has no end."""
-    looks = _Looks(lambda: _look(frontend, tenants_apart))
+    looks = {id(frontend): _Looks(partial(_look, frontend, tenants_apart)) for frontend in models.frontends}
 
     async def overview_stream(request: Request) -> ASGIApp:
         """The overview again and again, as server-sent events: once a second, however many watch. An event `trouble`
-        says why there is nothing to be seen now."""
+        says why there is nothing to be seen now. `model` says of which model, where there are several."""
+        watched = looks[id(models.of(request.query_params.get(MODEL)))]
 
         async def show(send: Send) -> None:
-            event = await looks.now()
+            event = await watched.now()
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-            while not frontend.draining:
+            while not models.draining:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                event = await looks.next()
+                event = await watched.next()
             await send({"type": "http.response.body", "body": b""})
 
         return UntilDisconnect(show)
 
     return Route("GET", "/overview/stream", overview_stream)
+
+
+async def _remembered(frontends: Sequence[Frontend], wanted: str) -> History:
+    """What the first knows that knows the request. Raises HTTPException, 404, and Unavailable where one that may know
+    it does not answer."""
+    decisions, trouble = 0, None
+    for frontend in frontends:
+        try:
+            found = await frontend.history(wanted)
+        except Unavailable as error:
+            trouble = error
+            continue
+        if found.sequences:
+            return found
+        decisions += found.decisions
+    if trouble is not None:
+        raise trouble
+    raise HTTPException(404, f"{wanted!r} is not among the {decisions} decisions that are remembered")
 
 
 async def _look(frontend: Frontend, tenants_apart: bool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from penstock.core.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 Item = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
@@ -123,7 +124,7 @@ class ResponsesBody(Body):
         return ChatBody.made(fields, self, partial(_renamed, len(system) + len(before), places))
 
 
-def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
+def routes(models: Models, store: ResponseStore) -> list[Route]:
     behind = Background(store)
 
     async def responses(request: Request) -> ASGIApp:
@@ -139,7 +140,7 @@ def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
         level = service_level(chat, request.headers)
         conversation = [*before, *messages_of(body.input)[0]]
         shape = partial(ResponseShape, body, conversation, store if body.store is not False else None, tenant)
-        work = partial(answer, frontend, chat, level, request.state.request_id)
+        work = partial(answer, models.of(body.model), chat, level, request.state.request_id)
         if not body.background:
             return UntilDisconnect(partial(work, shape))
         begun: asyncio.Future[ResponseShape] = asyncio.get_running_loop().create_future()

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.http import Route, json_response, read_body
+from penstock.api.http import MODEL, Route, json_response, read_body
 from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from penstock.core.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 MAX_TOKENS = 1 << 18  # or a context, if that is more
 
 
-def routes(frontend: Frontend, *, shows_tokenizer: bool) -> list[Route]:
+def routes(models: Models, *, shows_tokenizer: bool) -> list[Route]:
     """
     Args:
         shows_tokenizer: whether anybody may see its files' settings, the chat template among them.
@@ -25,7 +26,7 @@ def routes(frontend: Frontend, *, shows_tokenizer: bool) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
-        frontend.served_model(body.model)
+        frontend = models.of(body.model)
         frontend.check_known()
         tokens = await _encoded(frontend, body)
         texts = [frontend.tokenizer.token_piece(token) for token in tokens] if body.return_token_strs else None
@@ -35,7 +36,7 @@ def routes(frontend: Frontend, *, shows_tokenizer: bool) -> list[Route]:
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
-        frontend.served_model(body.model)
+        frontend = models.of(body.model)
         frontend.check_known()
         if len(body.tokens) > (most := _most_tokens(frontend)):
             raise InvalidRequest(f"tokens: {len(body.tokens)} token ids, at most {most} are allowed", "tokens")
@@ -43,8 +44,8 @@ def routes(frontend: Frontend, *, shows_tokenizer: bool) -> list[Route]:
         return json_response({"prompt": await frontend.decode(body.tokens)})
 
     async def tokenizer_info(request: Request) -> Response:
-        """tokenizer_config.json, and the chat template that is used."""
-        return json_response(frontend.tokenizer.info)
+        """tokenizer_config.json, and the chat template that is used; with several models, of `model`."""
+        return json_response(models.of(request.query_params.get(MODEL)).tokenizer.info)
 
     shown = [Route("GET", "/tokenizer_info", tokenizer_info)] if shows_tokenizer else []
     return [

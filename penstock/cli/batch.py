@@ -151,7 +151,7 @@ class BatchServer:
     """A server with files and batches. Whatever is asked is asked again for `PATIENCE` while it does not answer."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = parse_url(url, "--url")
+        self._url = parse_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def upload(self, source: Path) -> str:

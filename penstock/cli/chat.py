@@ -30,7 +30,7 @@ HELP = """/reset         forget the conversation
 def add_parser(subparsers: Any) -> None:
     """Adds `chat` to the command line."""
     parser = subparsers.add_parser("chat", allow_abbrev=False, help="talk to a running server", description=__doc__)
-    parser.add_argument("--base-url", default=DEFAULT_URL)
+    parser.add_argument("--url", "--base-url", default=DEFAULT_URL, help="of a server (default: %(default)s)")
     parser.add_argument("--model", help="a name that the server lists (default: its first)")
     parser.add_argument("--api-key", help="default: the first of PENSTOCK_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises `ConfigError` for a bad flag. Returns 1 when the server is not there or an answer failed for a pipe."""
-    server = Server(parse_url(args.base_url), args.api_key or client_key(os.environ))
+    server = Server(parse_url(args.url), args.api_key or client_key(os.environ))
     try:
         model = server.find_model(args.model)
     except Unavailable as error:
@@ -59,16 +59,15 @@ def run(args: argparse.Namespace) -> int:
     return _answer_lines(chat)
 
 
-def parse_url(url: str, flag: str = "--base-url") -> SplitResult:
-    """Raises `ConfigError` when it is no HTTP URL; `flag` is where it was given."""
+def parse_url(url: str) -> SplitResult:
+    """Of the flag --url. Raises `ConfigError` when it is no HTTP URL."""
     try:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         good = False
     if not good:
-        field = flag.removeprefix("--").replace("-", "_")
-        raise ConfigError(f"{flag}: {url}, allowed is http://HOST:PORT or https://HOST:PORT", field)
+        raise ConfigError(f"--url: {url}, allowed is http://HOST:PORT or https://HOST:PORT", "url")
     return parts
 
 
@@ -101,7 +100,7 @@ class Server:
         try:
             served = [item["id"] for item in content["data"]]
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"--base-url: {self._url.geturl()} is no OpenAI-shaped server", "base_url") from error
+            raise ConfigError(f"--url: {self._url.geturl()} is no OpenAI-shaped server", "url") from error
         if not served or (name is not None and name not in served):
             raise ConfigError(f"--model: {name}, this server has {', '.join(served) or 'none'}", "model")
         return name if name is not None else served[0]

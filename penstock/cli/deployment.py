@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.cli.options import Option, between, integer, number, one_of, size, switch, text, words
-from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, SERVER_OPTIONS
+from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, OF_MODEL, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.core.host_port import read_address, split_host_port
 from penstock.engine.poison import HOW, Poison
@@ -18,9 +18,9 @@ from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.local.limits import DISK_GBPS, REMOTE_GBPS
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
-from penstock.service.deployment_file import Tables
 from penstock.service.etcd import read_etcd_address
 from penstock.service.policies import BUNDLES
+from penstock.service.tables import Tables
 from penstock.transfer.faulty import MESSAGES
 
 # of the server's options; the others stand at the top
@@ -146,10 +146,8 @@ GROUP = (
 )
 TABLES = Tables(
     top=(
-        Option("model", checkpoint, "", "a Hugging Face folder, a hub name, or demo"),
         Option("frontends", integer(1, 64), 1, "how many, each on a port of its own: port, port + 1, ..."),
-        *(option for option in SERVER_OPTIONS if option.name not in LIMITS),
-        FLIGHT_RECORDER,
+        *(option for option in SERVER_OPTIONS if option.name not in LIMITS and option.key not in OF_MODEL),
         Option(
             "launcher",
             one_of("local", "ray"),
@@ -162,6 +160,11 @@ TABLES = Tables(
             0,
             "processes that have imported all and have no weights, of which one is taken when an instance starts",
         ),
+    ),
+    model=(
+        Option("model", checkpoint, "", "a Hugging Face folder, a hub name, or demo"),
+        *(option for option in SERVER_OPTIONS if option.key in OF_MODEL),
+        FLIGHT_RECORDER,
         Option(
             "policy",
             one_of(*BUNDLES),
@@ -173,6 +176,14 @@ TABLES = Tables(
             switch,
             False,
             "roles change when prompts or tokens come too late, under any policy; under xllm and unified always",
+        ),
+    ),
+    models=(
+        Option(
+            "name",
+            text,
+            None,
+            "begins the names of its processes, and is what clients call it without served-model-name",
         ),
     ),
     limits=[option for option in SERVER_OPTIONS if option.name in LIMITS],

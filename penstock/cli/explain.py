@@ -73,7 +73,7 @@ def _ask(args: argparse.Namespace) -> tuple[Show, Mapping[str, Any]]:
         raise ConfigError(f"--policy: {args.policy}, {recorded}", "policy")
     if args.request is None:
         raise ConfigError(f"REQUEST: missing, {recorded}", "request")
-    server = Server(parse_url(args.url or DEFAULT_URL, "--url"), args.api_key or client_key(os.environ))
+    server = Server(parse_url(args.url or DEFAULT_URL), args.api_key or client_key(os.environ))
     content = server.get(f"/explain/{quote(args.request, safe='')}")
     if not isinstance(content, dict) or "sequences" not in content:
         raise ConfigError(f"--url: {args.url or DEFAULT_URL} is no penstock server", "url")

@@ -90,7 +90,7 @@ EXAMPLES = {
         "penstock up --apply recipes/colocated.yaml",
     ),
     "join": ("penstock join 10.0.0.1:7600 second.yaml",),
-    "chat": ("penstock chat", "penstock chat --base-url https://llm.example --system 'Answer in one sentence.'"),
+    "chat": ("penstock chat", "penstock chat --url https://llm.example --system 'Answer in one sentence.'"),
     "batch": (
         "penstock batch requests.jsonl -o answers.jsonl",
         "penstock batch requests.jsonl -o answers.jsonl --url http://10.0.0.1:8000",

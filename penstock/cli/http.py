@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from penstock.core.clock import Clock
     from penstock.core.wire.master import Endpoint
     from penstock.obs.logs import Format
-    from penstock.obs.metrics import Compat, Metrics
+    from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
     from penstock.sched.cluster import SlowInstances
     from penstock.service.batch_runner import BatchRunner
     from penstock.service.batch_store import BatchStore
     from penstock.service.channel import EngineChannel
     from penstock.service.curve import Curve
-    from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
     from penstock.service.master_pump import MasterPump
+    from penstock.service.models import Models
     from penstock.service.placement import Placement
     from penstock.service.policies import Policies
     from penstock.service.registry import LocalRegistry, Registry
@@ -51,8 +51,6 @@ CLOSING_SECONDS = 5  # to send the remaining output once every request has ended
 class ServerOptions:
     """Options of the HTTP side, as the flags of `penstock serve`."""
 
-    directory: Path
-    names: list[str]
     host: str
     port: int
     api_key: tuple[str, ...]
@@ -67,11 +65,6 @@ class ServerOptions:
     allowed_headers: Sequence[str]
     allow_credentials: bool
     root_path: str
-    chat_template: str | None
-    tool_call_parser: str
-    enable_auto_tool_choice: bool
-    reasoning_parser: str | None
-    pooling: Literal["auto", "last", "mean"]
     max_queued_requests: int
     max_queued_tokens: int | None
     seed: int | None
@@ -91,6 +84,26 @@ class ServerOptions:
     enable_force_include_usage: bool
     enable_per_request_metrics: bool
     enable_tokenizer_info_endpoint: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options of one of the models that are served, likewise.
+
+    Attributes:
+        directory: of its checkpoint.
+        names: that clients may use; the first is its name in answers.
+        prefix: see `Deployment`.
+    """
+
+    directory: Path
+    names: list[str]
+    prefix: str = ""
+    chat_template: str | None
+    tool_call_parser: str
+    enable_auto_tool_choice: bool
+    reasoning_parser: str | None
+    pooling: Literal["auto", "last", "mean"]
 
 
 def bind(host: str, port: int, named: str = "") -> socket.socket:
@@ -130,7 +143,7 @@ def set_up_logging(options: ServerOptions, process: str = "") -> None:
 
 @dataclass(slots=True)
 class Site:
-    """A frontend and the HTTP server over it, on one listening socket.
+    """The frontends of all models and the HTTP server over them, on one listening socket.
 
     Interrupted requests that no engine can continue wait for one to restart: an error would make the client retry and
     lose what was computed. They wait four times as long as the first engine took to start: the next start takes about
@@ -138,6 +151,7 @@ class Site:
 
     Attributes:
         context: of all its ZMQ sockets.
+        placements: one for each model.
         began: when engines began to start, by the frontend's clock.
         reloaded: what is read again when files change.
     """
@@ -145,8 +159,8 @@ class Site:
     options: ServerOptions
     listener: socket.socket
     context: zmq.SyncContext
-    frontend: Frontend
-    placement: Placement
+    models: Models
+    placements: Sequence[Placement]
     http: uvicorn.Server
     began: float
     tracing: Tracing | None = None
@@ -161,16 +175,23 @@ class Site:
         Args:
             watches: coroutines that run meanwhile.
         """
-        self.frontend.start()
+        for frontend in self.models.frontends:
+            frontend.start()
+        announcements = [self._announce(frontend) for frontend in self.models.frontends]
         reloads = [each.run() for each in self.reloaded]
         batches = [] if self.batch_runner is None else [self.batch_runner.run()]
-        self._tasks = [asyncio.create_task(work) for work in (self._announce(), *reloads, *batches, *watches)]
+        self._tasks = [asyncio.create_task(work) for work in (*announcements, *reloads, *batches, *watches)]
         try:
             await self.http.serve(sockets=[self.listener])
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def reload(self) -> None:
+        """Read the files again that it was given, now."""
+        for each in self.reloaded:
+            each.read_again("at SIGHUP")
 
     def stop(self) -> None:
         """Stop listening; returns at once."""
@@ -179,11 +200,11 @@ class Site:
     def drain(self) -> None:
         """Drain: finish running requests, and answer new ones with 503. After the drain timeout, or at the second
         signal, running requests end with an error."""
-        if self.frontend.draining:
+        if self.models.draining:
             self._end()
             return
         log.info("draining: running requests have %g s", self.options.drain_timeout)
-        self.frontend.draining = True
+        self.models.draining = True
         self._tasks.append(asyncio.create_task(self._finish()))
 
     async def _finish(self) -> None:
@@ -193,35 +214,37 @@ class Site:
         self._end()
 
     def _end(self) -> None:
-        self.frontend.end_all(Unavailable("the server is shutting down"))
+        for frontend in self.models.frontends:
+            frontend.end_all(Unavailable("the server is shutting down"))
         self.stop()
 
     async def close(self) -> None:
-        await self.frontend.close()
+        for frontend in self.models.frontends:
+            await frontend.close()
         self.context.term()
         if self.batch_store is not None:
             await asyncio.to_thread(self.batch_store.close)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
-    async def _announce(self) -> None:
+    async def _announce(self, frontend: Frontend) -> None:
         from penstock.service.flight import PATIENCE
 
-        await self.frontend.wait_ready()
+        await frontend.wait_ready()
         collect_rarely()
-        took = self.frontend.clock.now() - self.began
-        self.frontend.engine_client.patience = min(max(PATIENCE, 4 * took), MOST_PATIENCE)
+        took = frontend.clock.now() - self.began
+        frontend.engine_client.patience = min(max(PATIENCE, 4 * took), MOST_PATIENCE)
         where = join_host_port(*self.listener.getsockname()[:2])
         scheme = "http" if self.options.ssl_certfile is None else "https"
-        log.info("ready: %s on %s://%s%s/v1", self.options.names[0], scheme, where, self.options.root_path)
+        log.info("ready: %s on %s://%s%s/v1", frontend.served_names[0], scheme, where, self.options.root_path)
 
 
 def make_site(
     options: ServerOptions,
+    models: Sequence[tuple[ModelOptions, str | LocalRegistry]],
     listener: socket.socket,
     name: str,
     began: float,
-    master: str | LocalRegistry,
     flight_recorder: str | None = None,
     link: socket.socket | None = None,
     curve: Curve | None = None,
@@ -229,9 +252,10 @@ def make_site(
 ) -> Site:
     """
     Args:
+        models: each with its master's ZMQ endpoint, "" when a registry has to tell; or with its engines, for a master
+            in this process.
         name: of the frontend.
         began: when the engines began to start, by `SystemClock`.
-        master: the master's ZMQ endpoint, "" when a registry has to tell; or the engines, for a master in this process.
         flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
         curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
@@ -240,42 +264,30 @@ def make_site(
     from penstock.api.app import create_app
     from penstock.api.openai import AnswerDefaults
     from penstock.core.clock import SystemClock
-    from penstock.obs.metrics import Metrics
+    from penstock.obs.exposition import Exposition
     from penstock.service.batch_runner import BatchRunner
     from penstock.service.batch_store import BatchStore
-    from penstock.service.channel import make_context, master_channel
-    from penstock.service.engine_client import EngineClient
-    from penstock.service.master_pump import LocalPlacement
-    from penstock.service.placement import RemotePlacement
-    from penstock.service.policies import BUNDLES, Circumstances
+    from penstock.service.channel import make_context
+    from penstock.service.models import Models
 
     clock, context = SystemClock(), make_context()
-    placement: Placement
-    registry: Registry
-    if isinstance(master, str):
-        channel = master_channel(context, master, name, clock, curve)
-        placement = remote = RemotePlacement(channel, clock)
-        registry = remote.registry
-    else:
-        policies, registry = BUNDLES["least_loaded"].make(Circumstances()), master
-        pump = make_master(context, registry, policies, options.seed, clock, f"{name}-master", flight_recorder)
-        placement = LocalPlacement(pump, name)
-    metrics = Metrics(options.names[0], [], options.metrics_compat)
+    placements: list[Placement] = []
+    frontends: list[Frontend] = []
+    for model, master in models:
+        placement, registry = _make_placement(context, master, name, clock, curve, options.seed, flight_recorder)
+        connect = _connector(context, name, "frontend", clock, curve)
+        placements.append(placement)
+        frontends.append(_make_frontend(options, model, name, registry, connect, placement, clock))
+    served = Models(frontends)
     tracing = None
     if options.otlp_traces_endpoint is not None:
         from penstock.obs.tracing import otlp_tracing
 
         tracing = otlp_tracing(options.otlp_traces_endpoint)
-    connect = _connector(context, name, "frontend", clock, curve)
-    engine_client = EngineClient(registry, connect, placement, metrics, clock, told=True)
-    if isinstance(placement, RemotePlacement):
-        placement.engine_ended = engine_client.engine_ended
-        placement.troubled = engine_client.troubled
-    frontend = _make_frontend(options, name, engine_client, metrics, clock)
     store = None if options.batch_dir is None else BatchStore(Path(options.batch_dir))
     app = create_app(
-        frontend,
-        metrics,
+        served,
+        Exposition([frontend.metrics for frontend in frontends], options.metrics_compat),
         api_keys=options.api_key,
         keys_change=options.api_key_file is not None,
         share_prefixes=options.share_prefixes,
@@ -291,35 +303,72 @@ def make_site(
         ),
         shows_tokenizer=options.enable_tokenizer_info_endpoint,
     )
-    runner = None if store is None else BatchRunner(store, frontend, app.ask, name, options.max_body_size)
+    runner = None if store is None else BatchRunner(store, served, app.ask, name, options.max_body_size, clock)
     reloaded = _reloaded_keys(app, options)
     tls = None
     if options.ssl_certfile is not None:
         tls = ServerTLS(asdict(options))
         reloaded.append(Reloaded("TLS", tls.paths, tls.read))
     http = _http_server(with_cors(app, options), options, link, tls)
-    return Site(options, listener, context, frontend, placement, http, began, tracing, reloaded, store, runner)
+    return Site(options, listener, context, served, placements, http, began, tracing, reloaded, store, runner)
+
+
+def _make_placement(
+    context: zmq.SyncContext,
+    master: str | LocalRegistry,
+    name: str,
+    clock: Clock,
+    curve: Curve | None,
+    seed: int | None,
+    flight_recorder: str | None,
+) -> tuple[Placement, Registry]:
+    """Who decides where requests of a model run, and the engines that it has. Arguments as of `make_site`."""
+    from penstock.service.channel import master_channel
+    from penstock.service.master_pump import LocalPlacement
+    from penstock.service.placement import RemotePlacement
+    from penstock.service.policies import BUNDLES, Circumstances
+
+    if isinstance(master, str):
+        remote = RemotePlacement(master_channel(context, master, name, clock, curve), clock)
+        return remote, remote.registry
+    policies = BUNDLES["least_loaded"].make(Circumstances())
+    pump = make_master(context, master, policies, seed, clock, f"{name}-master", flight_recorder)
+    return LocalPlacement(pump, name), master
 
 
 def _make_frontend(
-    options: ServerOptions, name: str, engine_client: EngineClient, metrics: Metrics, clock: Clock
+    options: ServerOptions,
+    model: ModelOptions,
+    name: str,
+    registry: Registry,
+    connect: Callable[[Endpoint], EngineChannel],
+    placement: Placement,
+    clock: Clock,
 ) -> Frontend:
+    from penstock.obs.metrics import Metrics
     from penstock.service.checkpoint import model_type, read_defaults
     from penstock.service.embedding import read_embedding
+    from penstock.service.engine_client import EngineClient
     from penstock.service.frontend import Frontend
+    from penstock.service.placement import RemotePlacement
     from penstock.service.request_recorder import RequestRecorder
     from penstock.text.dialect import make_dialect
     from penstock.text.tokenizer import Tokenizer
 
+    metrics = Metrics(model.names[0], [])
+    engine_client = EngineClient(registry, connect, placement, metrics, clock, told=True)
+    if isinstance(placement, RemotePlacement):
+        placement.engine_ended = engine_client.engine_ended
+        placement.troubled = engine_client.troubled
     recorder = None
     if options.record_requests is not None:
-        folder = Path(options.record_requests)
+        folder = Path(options.record_requests) / model.prefix
         recorder = RequestRecorder(folder, name, options.record_requests_size, metrics, clock)
-    tokenizer = Tokenizer(options.directory, options.chat_template)
+    tokenizer = Tokenizer(model.directory, model.chat_template)
     return Frontend(
         tokenizer,
-        options.names,
-        read_defaults(options.directory, tokenizer.eos_id),
+        model.names,
+        read_defaults(model.directory, tokenizer.eos_id),
         engine_client,
         metrics,
         clock,
@@ -327,14 +376,14 @@ def _make_frontend(
         options.log_format,
         options.max_queued_requests,
         options.max_queued_tokens,
-        read_embedding(options.directory, None if options.pooling == "auto" else options.pooling),
+        read_embedding(model.directory, None if model.pooling == "auto" else model.pooling),
         recorder,
         make_dialect(
             tokenizer,
-            model_type(options.directory),
-            options.tool_call_parser,
-            options.enable_auto_tool_choice,
-            options.reasoning_parser,
+            model_type(model.directory),
+            model.tool_call_parser,
+            model.enable_auto_tool_choice,
+            model.reasoning_parser,
         ),
     )
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return launch(
-        deployment,
+        [deployment],
         master and f"tcp://{master}",
         lambda model, policy: read(args.file, text, {"model": model} | ({"policy": policy} if policy else {}), common),
     )

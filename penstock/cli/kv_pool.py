@@ -1,7 +1,7 @@
 """The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock up`, not by people.
 
-JSON: {"path": of its Unix socket, "parent": process id, "orphan_seconds", "heartbeat": its file, "log_level",
-"log_format"}.
+JSON: {"name": of it, "path": of its Unix socket, "parent": process id, "orphan_seconds", "heartbeat": its file,
+"log_level", "log_format"}.
 Told to stop it ends as soon as no engine is attached; it ends at once when its parent has ended.
 """
 

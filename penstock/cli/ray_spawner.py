@@ -310,6 +310,9 @@ class RayIncarnation:
     def stop(self) -> None:
         raise AssertionError("engines are told over the wire")
 
+    def reload(self) -> None:
+        raise AssertionError("frontends are this machine's")
+
     def kill(self) -> None:
         if self._started and self._actor is not None:
             self._actor.ask("kill", self._number)

@@ -37,14 +37,16 @@ class Reloaded:
             before, latest = latest, _states(self._paths)
             if latest != before or latest == self._seen:  # they are being written, or have not changed
                 continue
-            self._seen = latest
-            try:
-                self._read()
-                log.info("%s: read again, as files have changed", self._what)
-            except ConfigError as error:
-                log.error(
-                    "%s: files have changed and cannot be used, what was read before stays: %s", self._what, error
-                )
+            self.read_again("as files have changed")
+
+    def read_again(self, why: str) -> None:
+        """Whether they have changed or not."""
+        self._seen = _states(self._paths)
+        try:
+            self._read()
+            log.info("%s: read again, %s", self._what, why)
+        except ConfigError as error:
+            log.error("%s: the files cannot be used, what was read before stays: %s", self._what, error)
 
 
 def _states(paths: Sequence[str]) -> list[object]:

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.service.request_record import RequestRecord
 
     check_writable(args.json, "--json")
-    url = parse_url(args.url, "--url").geturl()
+    url = parse_url(args.url).geturl()
     served = nullcontext(url) if args.serve is None else serving(args.serve)
     speed = None if args.speed == inf else args.speed
     at_once = AT_ONCE if speed is None and args.max_concurrency is None else args.max_concurrency

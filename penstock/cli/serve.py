@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.help import grouped
-from penstock.cli.http import ServerOptions, allow_connections, bind, set_up_logging
+from penstock.cli.http import ModelOptions, ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import (
     Option,
     add_options,
@@ -291,6 +291,10 @@ SERVER_OPTIONS = (
     Option("enable-per-request-metrics", switch, False, "answers say how long they took, in their field metrics"),
     Option("enable-tokenizer-info-endpoint", switch, False, "serve /tokenizer_info, which shows the chat template"),
 )
+OF_MODEL = (  # keys of those that are of a model, not of the server
+    *("served_model_name", "chat_template", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
+    "pooling",
+)
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)
 
@@ -312,11 +316,11 @@ def run(args: argparse.Namespace) -> int:
 
     values = read_options(OPTIONS, args, os.environ)
     directory = find_checkpoint(args.model)
-    server = ServerOptions(
-        directory=directory,
-        names=list(values["served_model_name"] or (args.model,)),
-        **{option.key: values[option.key] for option in SERVER_OPTIONS if option.key != "served_model_name"},
-    )
+    served = {key: values.pop(key) for key in OF_MODEL}
+    names = list(served.pop("served_model_name") or (args.model,))
+    model = ModelOptions(directory=directory, names=names, **served)
+    keys = [option.key for option in SERVER_OPTIONS if option.key not in OF_MODEL]
+    server = ServerOptions(**{key: values[key] for key in keys})
     set_up_logging(server)
     check_files(asdict(server))
     allow_connections()
@@ -337,7 +341,7 @@ def run(args: argparse.Namespace) -> int:
             from penstock.cli.served import SingleEngine, serve
 
             engine = SingleEngine(ENGINE, launcher, supervisor, clock)
-            return uvloop.run(serve(server, engine, settings["address"], listener, values["flight_recorder"]))
+            return uvloop.run(serve(server, model, engine, settings["address"], listener, values["flight_recorder"]))
 
 
 def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import logging
 import signal
 import socket
 
-from penstock.cli.http import ServerOptions, Site, make_site
+from penstock.cli.http import ModelOptions, ServerOptions, Site, make_site
 from penstock.core.clock import Clock
 from penstock.core.errors import EngineFailure
 from penstock.core.wire.master import Endpoint
 from penstock.service.flight import AGAIN
 from penstock.service.launcher import LOOK, Launcher
+from penstock.service.process import has_terminal
 from penstock.service.registry import LocalRegistry
 from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 
@@ -33,7 +34,8 @@ class SingleEngine:
 
     async def run(self, site: Site) -> None:
         """Run until the engine has failed for good; then all requests end with an error, and then the server."""
-        engine_client = site.frontend.engine_client
+        (frontend,), (placement,) = site.models.frontends, site.placements
+        engine_client = frontend.engine_client
         while not self._supervisor.failure:
             ended = self._launcher.step()
             for engine in self._launcher.ended:
@@ -41,9 +43,9 @@ class SingleEngine:
             for name, sentence in ended:
                 engine_client.instance_lost(name, sentence)
                 engine_client.instances[name].lost = sentence  # more specific than the end of the connection
-            site.placement.troubles = self._supervisor.troubles
+            placement.troubles = self._supervisor.troubles
             await asyncio.sleep(LOOK)
-        site.frontend.end_all(EngineFailure(f"{self._supervisor.failure}; {AGAIN}"))
+        frontend.end_all(EngineFailure(f"{self._supervisor.failure}; {AGAIN}"))
         if self._supervisor.exit_code != CANNOT_BE_SERVED:  # then the engine has logged why
             log.error("the server ends: %s", self._supervisor.failure)
         site.stop()
@@ -60,6 +62,7 @@ class SingleEngine:
 
 async def serve(
     options: ServerOptions,
+    model: ModelOptions,
     engine: SingleEngine,
     address: str,
     listener: socket.socket,
@@ -67,9 +70,11 @@ async def serve(
 ) -> int:
     """Run the HTTP server until a signal, or until the engine cannot be kept up; returns the exit code."""
     registry = LocalRegistry([Endpoint(engine.name, address)])
-    site = make_site(options, listener, "frontend-0", engine.began, registry, flight_recorder=flight_recorder)
+    site = make_site(options, [(model, registry)], listener, "frontend-0", engine.began, flight_recorder)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, site.drain)
+    if not has_terminal():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, site.reload)
     try:
         await site.run(engine.run(site))
     finally:

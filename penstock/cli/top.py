@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from penstock.cli.chat import DEFAULT_URL, Server, parse_url
 from penstock.cli.options import add_flag, between, client_key
@@ -25,6 +26,7 @@ WIDE = 120  # columns, at least, of text that is not for a terminal
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("top", help="a running deployment, live", description=__doc__, allow_abbrev=False)
     parser.add_argument("--url", default=DEFAULT_URL, help="of a server or a frontend (default: %(default)s)")
+    parser.add_argument("--model", help="a name of the one to look at, where the server has several")
     parser.add_argument("--api-key", help="default: the first of PENSTOCK_API_KEY")
     add_flag(parser, "interval", between(0.1, 3600), 1.0, help="seconds between two looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one look, and end; so does a pipe")
@@ -34,10 +36,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError for a bad flag, and PenstockError when the first look fails."""
-    server = Server(parse_url(args.url, "--url"), args.api_key or client_key(os.environ))
+    server = Server(parse_url(args.url), args.api_key or client_key(os.environ))
 
     def look() -> Look:
-        content = server.get("/overview")
+        content = server.get("/overview" + ("" if args.model is None else f"?model={quote(args.model, safe='')}"))
         if not isinstance(content, dict) or not {"frontend", "master"} <= content.keys():
             raise ConfigError(f"--url: {args.url} is no penstock server", "url")
         return Look(args.url, content, time.monotonic())

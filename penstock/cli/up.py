@@ -32,10 +32,11 @@ from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
+    from penstock.cli.ray_spawner import RaySpawner
     from penstock.service.change import Running
     from penstock.service.deployment import Common, Deployment, Group
     from penstock.service.follower import Follower
-    from penstock.service.launcher import Launcher
+    from penstock.service.launcher import Launcher, Registration
     from penstock.service.supervisor import ProcessKind, Program
     from penstock.service.upgrade import Upgrades
 
@@ -69,32 +70,34 @@ def run(args: argparse.Namespace) -> int:
     overrides = {} if args.port is None else {"port": OPTION["port"].read(args.port, "--port")}
     text = read_text(args.file, f"{args.file}:")
     try:
-        deployment = read(args.file, text, overrides)
+        deployments = read_all(args.file, text, overrides)
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
     if args.apply:
         from penstock.cli.apply import apply
 
-        _check_engines(deployment)
-        return apply(args.file, text, deployment, check=args.check, limit=args.start_timeout)
-    check_files(deployment.server)
+        _check_engines(deployments)
+        return apply(args.file, text, deployments[0], check=args.check, limit=args.start_timeout)
+    check_files(deployments[0].server)
     if args.check:
-        _check_engines(deployment)
-        _show(deployment)
-        for warning in warnings_about(deployment, os.environ):
+        _check_engines(deployments)
+        _show(deployments)
+        for warning in warnings_about(deployments, os.environ):
             print(f"{args.file}: warning: {warning}", file=sys.stderr)
         return 0
-    if deployment.cluster is not None and deployment.cluster.registry is not None:
-        from penstock.service.etcd import write_settings
+    for deployment in deployments:
+        if deployment.cluster is not None and deployment.cluster.registry is not None:
+            from penstock.service.etcd import write_settings
 
-        write_settings(deployment.cluster.registry, deployment.common)
-    return launch(deployment)
+            write_settings(deployment.cluster.registry, deployment.common)
+    return launch(deployments)
 
 
-def _check_engines(deployment: Deployment) -> None:
+def _check_engines(deployments: Sequence[Deployment]) -> None:
     """Raise ConfigError, as an engine would at its start, where settings do not fit the model, or the device."""
-    real = [group for group in deployment.groups if not (group.modelled or group.adopted)]
+    groups = [(deployment, group) for deployment in deployments for group in deployment.groups]
+    real = [(deployment, group) for deployment, group in groups if not (group.modelled or group.adopted)]
     if not real:
         return
     import torch
@@ -102,98 +105,77 @@ def _check_engines(deployment: Deployment) -> None:
     from penstock.engine.build import EngineOptions, check_engine
     from penstock.nn.loader import read_architecture
 
-    directory = find_checkpoint(deployment.model)
-    for group in real:
+    for deployment, group in real:
+        directory = find_checkpoint(deployment.model)
         check_engine(EngineOptions(**engine_options(directory, dict(group.options))), torch.device(group.device))
         read_architecture(directory, group.ranks, group.options["max_model_len"], group.options["quantization"])
 
 
 def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:
-    """Raises ConfigError, with a line for each mistake."""
+    """Of a file with one model. Raises ConfigError, with a line for each mistake."""
     from penstock.cli.deployment import TABLES
     from penstock.service.deployment_file import parse
 
-    secret = os.environ.get(SECRET)
-    return parse(file, text, TABLES, overrides, total_memory(), {"secret": secret or None}, common)
+    return parse(file, text, TABLES, overrides, total_memory(), _cluster_defaults(), common)
+
+
+def read_all(file: str, text: str, overrides: dict[str, Any] | None = None) -> list[Deployment]:
+    """One for each model. Raises ConfigError likewise."""
+    from penstock.cli.deployment import TABLES
+    from penstock.service.deployment_file import parse_all
+
+    return parse_all(file, text, TABLES, overrides, total_memory(), _cluster_defaults())
+
+
+def _cluster_defaults() -> dict[str, Any]:
+    return {"secret": os.environ.get(SECRET) or None}
 
 
 def launch(
-    deployment: Deployment, master: str | None = None, read_again: Callable[[str, str], Deployment] | None = None
+    deployments: Sequence[Deployment],
+    master: str | None = None,
+    read_again: Callable[[str, str], Deployment] | None = None,
 ) -> int:
     """Run what is on this host, until SIGINT or SIGTERM; the exit code as of `run`.
 
     Args:
+        deployments: of models behind one endpoint.
         master: address of that of a deployment which this host joins, "" where a registry tells it; None to begin one.
         read_again: then what its file describes with another model and policy.
     """
     from penstock.obs.logs import setup_logging
-    from penstock.service.change import Running
-    from penstock.service.checkpoint import file_states, fingerprint
-    from penstock.service.launcher import Launcher
-    from penstock.service.programs import GIVERS, master_address
-    from penstock.service.supervisor import Supervisor
 
-    server = deployment.server
+    deployment = deployments[0]  # of what all have in common
+    server, joins = deployment.server, master is not None
     setup_logging(server["log_level"], server["log_format"])
-    for warning in warnings_about(deployment, os.environ):
+    for warning in warnings_about(deployments, os.environ):
         log.warning("%s", warning)
     allow_connections()  # the launcher holds those of all frontends
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the launcher handles it: exit cleanly
-    directory = find_checkpoint(deployment.model)
+    models = [(each, find_checkpoint(each.model)) for each in deployments]
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(bind(server["host"], server["port"] and server["port"] + i))
-            for i in range(0 if master is not None else deployment.frontends)
+            for i in range(0 if joins else deployment.frontends)
         ]
-        cluster = deployment.cluster
-        surroundings = environments(deployment, os.environ)
-        secret = surroundings["engine"][SECRET]
-        folder = stack.enter_context(run_folder())
-        ground = _Ground(folder, listeners, surroundings, server["seed"] or 0, master)
+        surroundings = environments(deployments, os.environ)
+        ground = _Ground(stack.enter_context(run_folder()), listeners, surroundings, server["seed"] or 0, master)
         stack.callback(ground.close)
-        engines = None
-        if deployment.ray is not None:
-            from penstock.cli.ray_spawner import RaySpawner
-
-            timeout = deployment.restart.heartbeat_timeout
-            engines = RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, folder / GIVERS)
+        engines = ground.ray_of(deployment)
+        if engines is not None:
             stack.callback(engines.close)
         if sys.stdout.isatty():
-            _show(deployment, listeners, joins=master is not None)
-        names = {name: name for group in deployment.groups for name in group.instances}
-        programs = ground.plan(deployment, directory, names)
-        digest = fingerprint(directory)
-        supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
-        launcher = Launcher(
-            programs,
-            supervisor,
-            SystemClock(),
-            surroundings,
-            listeners,
-            master or master_address(folder),
-            secret=secret if deployment.secured else None,
-            model=digest,
-            drain=server["drain_timeout"] if master is not None else None,
-            registry=cluster.registry if cluster is not None else None,
-            engines=engines,
-            warm=deployment.warm_pool,
-            givers=None if cluster is None and engines is None else folder / GIVERS,
-        )
-        ground.launcher = launcher
-        running = Running(
-            deployment=_placed(deployment),
-            directory=directory.resolve(),
-            digest=digest,
-            files=file_states(directory),
-            names=names,
-        )
+            _show(deployments, listeners, joins=joins)
+        registrations = [ground.registration(*model) for model in models]
+        launcher = _launcher(models, registrations, ground, engines)
+        running = _running(*models[0], registrations[0])
+        changes: Follower | Upgrades
         if read_again is not None:
-            follower = _follower(read_again, running, launcher, ground)
-            stack.callback(follower.close)
-            return launcher.run(follower.look)
-        upgrades = _upgrades(running, launcher, ground)
-        stack.callback(upgrades.close)
-        return launcher.run(upgrades.look)
+            changes = _follower(read_again, running, registrations[0], launcher, ground)
+        else:
+            changes = _upgrades(running, registrations, launcher, ground)
+        stack.callback(changes.close)
+        return launcher.run(changes.look)
 
 
 class _Ground:
@@ -213,28 +195,58 @@ class _Ground:
         seed: int,
         master: str | None,
     ) -> None:
-        self.folder, self.listeners = folder, listeners
+        self.folder, self.listeners, self.surroundings, self.master = folder, listeners, surroundings, master
         self.launcher: Launcher | None = None
-        self._surroundings, self._seed, self._master = surroundings, seed, master
+        self._seed = seed
         self._doors: dict[str, socket.socket] = {}  # process -> where other hosts reach it
 
-    def plan(self, wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
+    def plan(self, models: Sequence[tuple[Deployment, Path]], names: Mapping[str, str]) -> list[Program]:
+        """See `programs.plan`; names of all instances."""
         from penstock.service.programs import plan
 
-        cluster, doors = wanted.cluster, []
-        if cluster is not None and wanted.ray is None:
+        cluster, doors = models[0][0].cluster, []
+        if cluster is not None and models[0][0].ray is None:
             for process in names.values():
                 if process not in self._doors:
                     self._doors[process] = bind(cluster.host, 0, "cluster.host")
                     self._doors[process].listen()  # as ZMQ wants it
             doors = [self._doors[process] for process in names.values()]
-        fields = partial(_engine_fields, directory, self._seed)
-        return plan(wanted, directory, self.folder, self.listeners, fields, doors, self._master, names)
+        for deployment, _ in models:
+            (self.folder / deployment.prefix).mkdir(exist_ok=True)
+        fields = partial(_engine_fields, self._seed)
+        return plan(models, self.folder, self.listeners, fields, doors, self.master, names)
+
+    def plan_one(self, wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
+        return self.plan([(wanted, directory)], names)
+
+    def ray_of(self, deployment: Deployment) -> RaySpawner | None:
+        """What starts its engines, if Ray does."""
+        if deployment.ray is None:
+            return None
+        from penstock.cli.ray_spawner import RaySpawner
+        from penstock.service.programs import givers_file
+
+        secret, timeout = self.surroundings["engine"][SECRET], deployment.restart.heartbeat_timeout
+        givers = givers_file(self.folder, deployment)
+        return RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, givers)
+
+    def registration(self, deployment: Deployment, directory: Path) -> Registration:
+        from penstock.service.checkpoint import fingerprint
+        from penstock.service.launcher import Registration
+        from penstock.service.programs import givers_file, master_address
+
+        spread = deployment.cluster is not None or deployment.ray is not None
+        return Registration(
+            prefix=deployment.prefix,
+            master=master_address(self.folder, deployment) if self.master is None else self.master or None,
+            digest=fingerprint(directory),
+            givers_file=givers_file(self.folder, deployment) if spread else None,
+        )
 
     def surround(self, wanted: Deployment) -> None:
         """Make room for what it needs."""
-        secret = self._surroundings["engine"][SECRET]
-        self._surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: secret}
+        secret = self.surroundings["engine"][SECRET]
+        self.surroundings["engine"] = {**_threads([wanted]), **os.environ, SECRET: secret}
 
     def tidy(self) -> None:
         """Close what belongs to no process any more."""
@@ -247,8 +259,58 @@ class _Ground:
             door.close()
 
 
+def _launcher(
+    models: Sequence[tuple[Deployment, Path]],
+    registrations: Sequence[Registration],
+    ground: _Ground,
+    engines: RaySpawner | None,
+) -> Launcher:
+    from penstock.service.launcher import Launcher
+    from penstock.service.supervisor import Supervisor
+
+    deployment = models[0][0]  # of what all have in common
+    cluster, drain = deployment.cluster, deployment.server["drain_timeout"]
+    programs = ground.plan(models, {name: name for each, _ in models for name in _instances(each)})
+    ground.launcher = Launcher(
+        programs,
+        Supervisor(programs, deployment.restart, drain),
+        SystemClock(),
+        ground.surroundings,
+        ground.listeners,
+        registrations,
+        secret=ground.surroundings["engine"][SECRET] if deployment.secured else None,
+        drain=drain if ground.master is not None else None,
+        registry=cluster.registry if cluster is not None else None,
+        engines=engines,
+        warm=deployment.warm_pool,
+    )
+    return ground.launcher
+
+
+def _running(deployment: Deployment, directory: Path, registration: Registration) -> Running:
+    """What has just been started."""
+    from penstock.service.change import Running
+    from penstock.service.checkpoint import file_states
+
+    return Running(
+        deployment=_placed(deployment),
+        directory=directory.resolve(),
+        digest=registration.digest,
+        files=file_states(directory),
+        names={name: name for name in _instances(deployment)},
+    )
+
+
+def _instances(deployment: Deployment) -> list[str]:
+    return [name for group in deployment.groups for name in group.instances]
+
+
 def _follower(
-    read_again: Callable[[str, str], Deployment], running: Running, launcher: Launcher, ground: _Ground
+    read_again: Callable[[str, str], Deployment],
+    running: Running,
+    registration: Registration,
+    launcher: Launcher,
+    ground: _Ground,
 ) -> Follower:
     """What changes this host's instances as the one that began the deployment orders."""
     from penstock.service.follower import Follower
@@ -257,11 +319,11 @@ def _follower(
         wanted = _placed(read_again(model, policy))
         return wanted, find_checkpoint(wanted.model).resolve()
 
-    return Follower(launcher, running, read_with, ground.plan, ground.surround, ground.tidy)
+    return Follower(launcher, registration, running, read_with, ground.plan_one, ground.surround, ground.tidy)
 
 
-def _upgrades(running: Running, launcher: Launcher, ground: _Ground) -> Upgrades:
-    """What changes the deployment while it runs."""
+def _upgrades(running: Running, registrations: Sequence[Registration], launcher: Launcher, ground: _Ground) -> Upgrades:
+    """What changes the deployment while it runs, if it is of one model."""
     from penstock.cli.apply import ADDRESS
     from penstock.service.control import ControlSocket, Question
     from penstock.service.upgrade import Upgrades
@@ -269,6 +331,8 @@ def _upgrades(running: Running, launcher: Launcher, ground: _Ground) -> Upgrades
     server, ports = running.deployment.server, [listener.getsockname()[1] for listener in ground.listeners]
 
     def read_question(question: Question) -> tuple[Deployment, Path]:
+        if (count := len(registrations)) > 1:
+            raise ConfigError(f"--apply: {count} models are served there, allowed is one: start it anew instead")
         with contextlib.chdir(question["folder"]):
             wanted = _placed(read(question["file"], question["text"]))
             settings = {**wanted.server, "port": server["port"]}  # it was found by its port
@@ -278,9 +342,10 @@ def _upgrades(running: Running, launcher: Launcher, ground: _Ground) -> Upgrades
     return Upgrades(
         ControlSocket(ground.folder),
         launcher,
+        registrations[0],
         running,
         read_question,
-        ground.plan,
+        ground.plan_one,
         [_reached(listener) for listener in ground.listeners],
         ground.surround,
         ground.tidy,
@@ -308,7 +373,7 @@ def _tell_registry(running: Running) -> None:
 def _placed(deployment: Deployment) -> Deployment:
     """Its model as other hosts find it, and clients as before."""
     names = {"served_model_name": tuple(deployment.names)}
-    return replace(deployment, model=_anywhere(deployment.model), server={**deployment.server, **names})
+    return replace(deployment, model=_anywhere(deployment.model), options={**deployment.options, **names})
 
 
 def _reached(listener: socket.socket) -> tuple[str, int]:
@@ -317,7 +382,7 @@ def _reached(listener: socket.socket) -> tuple[str, int]:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
 
 
-def _engine_fields(directory: Path, seed: int, group: Group, number_: int) -> dict[str, Any]:
+def _engine_fields(seed: int, directory: Path, group: Group, number_: int) -> dict[str, Any]:
     """Fields of its kind of options. The noise of each modelled engine is its own."""
     if group.adopted:
         return {"model": str(directory), **{key: value for key, value in group.options.items() if key != "device"}}
@@ -333,13 +398,14 @@ def _anywhere(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def environments(deployment: Deployment, ours: Mapping[str, str]) -> dict[ProcessKind, Mapping[str, str]]:
+def environments(deployments: Sequence[Deployment], ours: Mapping[str, str]) -> dict[ProcessKind, Mapping[str, str]]:
     """Of each kind of process. What is secret travels here, where other users of the host do not see it: the API keys,
     and what processes know one another by, which is new in every run of a deployment on one host."""
+    deployment = deployments[0]  # of what all have in common
     secret = (deployment.cluster.secret if deployment.cluster is not None else None) or secrets.token_hex(32)
     to_all = {SECRET: secret} if deployment.secured else {}
     return {
-        "engine": {**_threads(deployment), **ours, SECRET: secret},
+        "engine": {**_threads(deployments), **ours, SECRET: secret},
         "master": {**ours, **to_all},
         "frontend": {**ours, **to_all, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
     }
@@ -352,11 +418,12 @@ def _api_keys(deployment: Deployment, ours: Mapping[str, str]) -> tuple[str, ...
     return keys if keys or not ours.get(option.variable) else option.read(ours[option.variable], option.variable)
 
 
-def warnings_about(deployment: Deployment, ours: Mapping[str, str]) -> list[str]:
-    host = deployment.server["host"]
-    if _is_loopback(host) or deployment.server["api_key_file"] is not None or _api_keys(deployment, ours):
-        return [*deployment.warnings]
-    return [*deployment.warnings, f"host: {host} can be reached from other machines, and there is no api-key"]
+def warnings_about(deployments: Sequence[Deployment], ours: Mapping[str, str]) -> list[str]:
+    server, warnings = deployments[0].server, [warning for each in deployments for warning in each.warnings]
+    host = server["host"]
+    if _is_loopback(host) or server["api_key_file"] is not None or _api_keys(deployments[0], ours):
+        return warnings
+    return [*warnings, f"host: {host} can be reached from other machines, and there is no api-key"]
 
 
 def _is_loopback(host: str) -> bool:
@@ -366,28 +433,28 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _threads(deployment: Deployment) -> dict[str, str]:
+def _threads(deployments: Sequence[Deployment]) -> dict[str, str]:
     """CPU engines share the cores; left alone, each would start a thread for every core."""
-    engines = sum(group.count for group in deployment.groups if group.device == "cpu")
+    engines = sum(group.count for each in deployments for group in each.groups if group.device == "cpu")
     if engines < 2:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines))}
 
 
-def _show(deployment: Deployment, listeners: Sequence[socket.socket] = (), *, joins: bool = False) -> None:
+def _show(deployments: Sequence[Deployment], listeners: Sequence[socket.socket] = (), *, joins: bool = False) -> None:
     """What runs where, as a table; with `joins` frontends run elsewhere, and a master unless it is asked for."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    deployment = deployments[0]  # of what all have in common
     host, port = deployment.server["host"], deployment.server["port"]
     ports = [listener.getsockname()[1] for listener in listeners] or [
         port and port + i for i in range(deployment.frontends)
     ]
-    masters = None if deployment.cluster is None else deployment.cluster.masters
-    masters = int(not joins) if masters is None else masters
+    names = [name for each in deployments for name in each.names]
     table = Table(
-        title=f"penstock {'join' if joins else 'up'}: {escape(', '.join(deployment.names))}",
+        title=f"penstock {'join' if joins else 'up'}: {escape(', '.join(names))}",
         title_justify="left",
         box=None,
         padding=(0, 2),
@@ -397,19 +464,24 @@ def _show(deployment: Deployment, listeners: Sequence[socket.socket] = (), *, jo
     if not joins:
         shown = ", ".join(join_host_port(host, p or "a free port") for p in ports)
         table.add_row("frontend", str(len(ports)), "", escape(shown))
-    if masters:
-        table.add_row("master", str(masters), "", f"policy {deployment.policy}")
-    for group in deployment.groups:
-        where = str(group.options["url"]) if group.adopted else group.device
-        table.add_row(group.name, str(group.count), group.role, escape(where))
+    for each in deployments:
+        masters = None if each.cluster is None else each.cluster.masters
+        masters = int(not joins) if masters is None else masters
+        if masters:
+            table.add_row(f"{each.prefix}master", str(masters), "", f"policy {each.policy}")
+        for group in each.groups:
+            where = str(group.options["url"]) if group.adopted else group.device
+            table.add_row(group.name, str(group.count), group.role, escape(where))
+        if each.orphans is not None:
+            kept = f"keeps the blocks of failed engines for {each.orphans:g} s"
+            table.add_row(f"{each.prefix}kv-pool", "1", "", kept)
     if deployment.warm_pool:
         table.add_row("warm", str(deployment.warm_pool), "", "taken when an instance starts")
-    if deployment.orphans is not None:
-        table.add_row("kv-pool", "1", "", f"keeps the blocks of failed engines for {deployment.orphans:g} s")
     if deployment.ray is not None:
         table.add_row(
             "", "", "", f"Ray runs the engines, cluster {escape(deployment.ray.address or 'of this machine')}"
         )
-    if deployment.transport is not None:
-        table.add_row("", "", "", f"transport {deployment.transport.kind}, lease {deployment.lease:g} s")
+    for each in deployments:
+        if each.transport is not None:
+            table.add_row(each.prefix.rstrip("/"), "", "", f"transport {each.transport.kind}, lease {each.lease:g} s")
     Console().print(table)

@@ -18,11 +18,9 @@ from operator import attrgetter, lt
 from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from penstock.core.request import FinishReason
@@ -58,7 +56,6 @@ LATENCY_OVER = 500  # requests that percentiles for people are of
 MANY = 1024  # pending observations
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-VLLM_PREFIX = "vllm:"
 # Metrics that vLLM has as well, without the prefix and a counter's `_total`
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
@@ -435,12 +432,10 @@ class Metrics:
     Args:
         model_name: value of the label `model_name`.
         engines: instances, by name; values of the label `engine`.
-        compat: "vllm" exports vLLM's metrics under its prefix as well.
     """
 
-    def __init__(self, model_name: str, engines: Iterable[str], compat: Compat = "none") -> None:
+    def __init__(self, model_name: str, engines: Iterable[str]) -> None:
         self._model_name = model_name
-        self._compat = compat
         self._notes: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.registry = CollectorRegistry()
         self._generated = _Generated(model_name, self._count)
@@ -488,9 +483,6 @@ class Metrics:
             [reason.value for reason in FinishReason],
         )
         self._classes = self._service_classes()
-        self._http = Counter(
-            PREFIX + "http_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
-        )
         self._routing = Counter(
             PREFIX + "routing_decisions",
             "Places given to sequences, by policy and reason",
@@ -745,18 +737,6 @@ class Metrics:
         if record.prefill is not None:
             self._inference.observe(record.prefill + (record.decode or 0.0))
 
-    @_later
-    def observe_http(self, route: str, status: int) -> None:
-        """A response was sent. `route` is the route's pattern, not the path, as it is a label."""
-        self._http.labels(route, str(status)).inc()
-
-    def render(self) -> tuple[bytes, str]:
-        """(the exposition, its content type)"""
-        text = generate_latest(self.registry)
-        if self._compat == "vllm":
-            text += generate_latest(_AsVllm(self.registry))
-        return text, CONTENT_TYPE_LATEST
-
     def _count(self) -> None:
         notes, self._notes = self._notes, []
         for observe, args in notes:
@@ -779,27 +759,9 @@ class Metrics:
         return metric.labels(self._model_name)
 
 
-class _AsVllm(Collector):
-    """Exports a registry's metrics that vLLM has too, under vLLM's prefix."""
-
-    def __init__(self, ours: CollectorRegistry) -> None:
-        self._ours = ours
-
-    def collect(self) -> Iterable[Family]:
-        for family in self._ours.collect():
-            if family.name.removeprefix(PREFIX) in VLLM:
-                renamed = Family(_in_vllm(family.name), family.documentation, family.type, family.unit)
-                renamed.samples = [Sample(_in_vllm(s.name), *s[1:]) for s in family.samples]
-                yield renamed
-
-
 def _percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
     """In ms; None of nothing."""
     ordered = sorted(seconds)
     if not ordered:
         return None
     return {f"p{q}": 1e3 * ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 95)}
-
-
-def _in_vllm(name: str) -> str:
-    return VLLM_PREFIX + name.removeprefix(PREFIX)

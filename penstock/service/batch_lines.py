@@ -122,12 +122,12 @@ def read_lines(path: Path, endpoint: str, longest: int) -> Iterator[Line | LineE
 
 
 def check_lines(
-    path: Path, endpoint: str, longest: int, served: Sequence[str], wanted: Callable[[], bool] = lambda: True
+    path: Path, endpoint: str, longest: int, served: Sequence[Sequence[str]], wanted: Callable[[], bool] = lambda: True
 ) -> Checked:
     """Look at every line. Raises OSError.
 
     Args:
-        served: names of the model that is served.
+        served: names of each model that is served.
         wanted: when it is no longer, what was found so far is returned.
     """
     errors: list[LineError] = []
@@ -150,7 +150,9 @@ def check_lines(
     return Checked(total, model, errors[:MOST_ERRORS])
 
 
-def _misfits(line: Line, ids: dict[str, int], model: str | None, served: Sequence[str]) -> Iterator[LineError]:
+def _misfits(
+    line: Line, ids: dict[str, int], model: str | None, served: Sequence[Sequence[str]]
+) -> Iterator[LineError]:
     """What is wrong with it beside the others.
 
     Args:
@@ -161,8 +163,12 @@ def _misfits(line: Line, ids: dict[str, int], model: str | None, served: Sequenc
     if (first := ids.get(line.custom_id)) is not None:
         message = f"line {number}: custom_id: {line.custom_id!r} is line {first}'s already, each line needs its own"
         yield LineError("duplicate_custom_id", message, "custom_id", number)
-    if line.model is not None and line.model not in served:
-        message = f"line {number}: body.model: {line.model!r} is not served here, allowed is {', '.join(served)}"
+    names = [name for each in served for name in each]
+    if line.model is None and len(served) > 1:
+        message = f"line {number}: body.model: missing, allowed are {', '.join(names)}"
+        yield LineError("missing_required_parameter", message, "body.model", number)
+    elif line.model is not None and line.model not in names:
+        message = f"line {number}: body.model: {line.model!r} is not served here, allowed is {', '.join(names)}"
         yield LineError("model_not_found", message, "body.model", number)
     elif line.model != model:
         message = f"line {number}: body.model: {line.model!r}, in the lines before {model!r}; a batch has one model"

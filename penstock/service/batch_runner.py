@@ -10,7 +10,7 @@ import sqlite3
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,9 @@ from penstock.service.batch_lines import Line, LineReader, answered, check_lines
 from penstock.service.batch_store import Answered, Batch, BatchStore
 
 if TYPE_CHECKING:
+    from penstock.core.clock import Clock
     from penstock.service.frontend import Frontend
+    from penstock.service.models import Models
 
 LOOK = 0.5  # seconds between two looks for batches
 TICK = 0.05  # between two looks at whether more lines may begin
@@ -85,10 +87,36 @@ class Inflow:
 
 
 @dataclass(slots=True)
+class _Model:
+    """One that is served.
+
+    Attributes:
+        flying: lines that have begun.
+    """
+
+    frontend: Frontend
+    inflow: Inflow = field(default_factory=Inflow)
+    flying: int = 0
+
+    def room(self) -> int:
+        """Lines that may begin now."""
+        frontend = self.frontend
+        if not frontend.ready:
+            return 0
+        work = frontend.engine_client.offline
+        waiting = work.queued + max(0, self.flying - work.held)  # and those that are not even tokenised
+        instances = sum(state["state"] == "ready" for state in frontend.instance_states())
+        now = frontend.clock.now()
+        room = self.inflow.room(now, instances=max(1, instances), waiting=waiting, begun=work.begun)
+        return min(room, frontend.offline_room - max(0, self.flying - work.held))
+
+
+@dataclass(slots=True)
 class _Run:
     """A batch that this process holds.
 
     Attributes:
+        model: whose capacity its lines fill.
         ahead: lines that are read and have not begun.
         flying: lines that have.
         answers: that are not kept yet.
@@ -96,6 +124,7 @@ class _Run:
     """
 
     batch: Batch
+    model: _Model
     reader: LineReader
     ahead: deque[Line] = field(default_factory=deque)
     flying: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -121,12 +150,11 @@ class BatchRunner:
         longest: bytes of a line, at most.
     """
 
-    def __init__(self, store: BatchStore, frontend: Frontend, ask: Ask, name: str, longest: int) -> None:
-        self._store, self._frontend, self._ask, self._longest = store, frontend, ask, longest
+    def __init__(self, store: BatchStore, models: Models, ask: Ask, name: str, longest: int, clock: Clock) -> None:
+        self._store, self._models, self._ask, self._longest, self._clock = store, models, ask, longest, clock
+        self._by_model = [_Model(frontend) for frontend in models.frontends]
         self._holder = f"{name}-{secrets.token_hex(8)}"
-        self._inflow = Inflow()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._flying = 0
         self._swept = float("-inf")
 
     async def run(self) -> None:
@@ -146,11 +174,11 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
-        now = self._frontend.clock.now()
+        now = self._clock.now()
         if now >= self._swept + SWEEP:
             self._swept = now
             await self._store.aside(self._store.sweep)
-        while not self._frontend.draining and len(self._running) < MOST_BATCHES:
+        while not self._models.draining and len(self._running) < MOST_BATCHES:
             batch = await self._store.aside(self._store.claim, self._holder, [*self._running])
             if batch is None:
                 return
@@ -165,8 +193,9 @@ class BatchRunner:
         """Run it until it is over, or another holds it, or the server drains."""
         log.info("batch %s of %s goes on here, %s", batch.id, batch.endpoint, batch.status)
         try:
-            if batch.total or await self._checked(batch):
-                await self._go_on(batch)
+            checked = batch if batch.total else await self._checked(batch)
+            if checked is not None:
+                await self._go_on(checked)
         except (OSError, sqlite3.Error) as error:
             log.warning("batch %s cannot go on, and is tried again: %s", batch.id, error)
             await asyncio.sleep(TROUBLE)
@@ -177,30 +206,31 @@ class BatchRunner:
             with contextlib.suppress(OSError, sqlite3.Error):
                 await self._store.aside(self._store.release, batch.id, self._holder)
 
-    async def _checked(self, batch: Batch) -> bool:
-        """Whether its input is good; if so lines may run."""
+    async def _checked(self, batch: Batch) -> Batch | None:
+        """What it is when its input is good: its lines may run."""
         store = self._store
         wanted = threading.Event()
         wanted.set()
-        path, served = store.path(batch.input_file_id), self._frontend.served_names
+        path, served = store.path(batch.input_file_id), [frontend.served_names for frontend in self._models.frontends]
         try:
             work = asyncio.to_thread(check_lines, path, batch.endpoint, self._longest, served, wanted.is_set)
             found = await self._meanwhile(batch, work)
         finally:
             wanted.clear()
         if found is None:
-            return False
+            return None
         if found.errors:
             log.info("batch %s is refused: %s", batch.id, found.errors[0].message)
             await store.aside(store.refuse, batch.id, self._holder, found.errors)
-            return False
+            return None
         await store.aside(store.begin, batch.id, self._holder, found.total, found.model)
-        return True
+        return replace(batch, total=found.total, model=found.model)
 
     async def _go_on(self, batch: Batch) -> None:
         store = self._store
         done = await store.aside(store.answered, batch.id)
-        run = _Run(batch, LineReader(store.path(batch.input_file_id), batch.endpoint, self._longest, done))
+        lines = LineReader(store.path(batch.input_file_id), batch.endpoint, self._longest, done)
+        run = _Run(batch, self._model(batch), lines)
         status: str | None = None
         try:
             status = await self._run_lines(run)
@@ -220,7 +250,7 @@ class BatchRunner:
     async def _run_lines(self, run: _Run) -> str | None:
         """Until all are answered, or no more are to run; then its status. None when this process stops, or has lost
         it."""
-        store, batch, clock = self._store, run.batch, self._frontend.clock
+        store, batch, clock = self._store, run.batch, self._clock
         renewed = float("-inf")
         while True:
             now = clock.now()
@@ -231,7 +261,7 @@ class BatchRunner:
                     return status
             if run.fault is not None:
                 raise run.fault
-            if self._frontend.draining:
+            if self._models.draining:
                 return None
             if run.over:
                 return "in_progress"
@@ -259,34 +289,27 @@ class BatchRunner:
         return status
 
     def _begin_lines(self, run: _Run) -> None:
-        for _ in range(min(self._room(), len(run.ahead))):
+        for _ in range(min(run.model.room(), len(run.ahead))):
             line = run.ahead.popleft()
             task = asyncio.create_task(self._run_line(run, line))
             run.flying[line.number] = task
-            self._flying += 1
+            run.model.flying += 1
             task.add_done_callback(partial(self._landed, run, line.number))
 
     def _landed(self, run: _Run, number: int, task: asyncio.Task[None]) -> None:
-        self._flying -= 1
+        run.model.flying -= 1
         run.landed(number, task)
 
-    def _room(self) -> int:
-        """Lines that may begin now."""
-        frontend = self._frontend
-        if not frontend.ready:
-            return 0
-        work = frontend.engine_client.offline
-        waiting = work.queued + max(0, self._flying - work.held)  # and those that are not even tokenised
-        instances = sum(state["state"] == "ready" for state in frontend.instance_states())
-        now = frontend.clock.now()
-        room = self._inflow.room(now, instances=max(1, instances), waiting=waiting, begun=work.begun)
-        return min(room, frontend.offline_room - max(0, self._flying - work.held))
+    def _model(self, batch: Batch) -> _Model:
+        """Whose lines they are; of a model that is served no longer, or not named, any: they are refused one by one."""
+        named = (each for each in self._by_model if batch.model in each.frontend.served_names)
+        return next(named, self._by_model[0])
 
     async def _run_line(self, run: _Run, line: Line) -> None:
         batch = run.batch
         answer = await self._ask(batch.endpoint, line.request(), batch.owner, request_id(batch.id, line.number))
         if answer.status in REFUSED:
-            self._inflow.pause(self._frontend.clock.now(), answer.retry_after)
+            run.model.inflow.pause(self._clock.now(), answer.retry_after)
             run.ahead.appendleft(line)
             return
         if answer.status >= 500 and not answer.final:

@@ -155,7 +155,7 @@ class OwnFleet:
         name = program.name
         if name in self._launcher.programs:
             self._members = set(self._launcher.ready)
-            self._launcher.ready = ()
+            self._launcher.forget_ready()
             self._launcher.retire(name)
             self._next[name] = program
         else:

@@ -173,11 +173,15 @@ class Common:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """
+    """Of one model. Several behind one endpoint have in common what concerns that and the host: frontends, server,
+    restart, ray, warm_pool, and cluster but for its port.
+
     Attributes:
+        prefix: of the names of its processes and their files, "" or "NAME/": a folder of its own.
         common: with other hosts, among what follows.
         frontends: how many; number i listens on port + i, or each on a free one when port is 0.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
+        options: likewise those that are of the model: served_model_name, chat_template, ...
         policy: a name in `policies.BUNDLES`.
         live_roles: whether it changes roles, whatever the policy.
         priorities: targets that each priority implies, for requests without any.
@@ -196,6 +200,7 @@ class Deployment:
     common: Common
     frontends: int
     server: Mapping[str, Any]
+    options: Mapping[str, Any]
     groups: tuple[Group, ...]
     policy: str
     lease: float
@@ -203,6 +208,7 @@ class Deployment:
     orphans: float | None
     restart: RestartPolicy
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
+    prefix: str = ""
     live_roles: bool = False
     scaling: Scaling | None = None
     warm_pool: int = 0
@@ -219,7 +225,7 @@ class Deployment:
     @property
     def names(self) -> list[str]:
         """That clients may use for the model."""
-        return list(self.server["served_model_name"] or (self.model,))
+        return list(self.options["served_model_name"] or (self.model,))
 
 
 def kind_of(device: str) -> str:

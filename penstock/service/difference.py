@@ -68,9 +68,12 @@ def difference(
 
 def _fixed(running: Deployment, wanted: Deployment, new_model: bool) -> Iterator[str]:
     """What cannot change."""
-    for key, value in running.server.items():
-        if key != "served_model_name" and wanted.server[key] != value:
-            yield _refusal(_shown(key), "another value" if key == "api_key" else wanted.server[key], value, key)
+    before, after = ({**each.options, **each.server} for each in (running, wanted))
+    for key, value in before.items():
+        if key != "served_model_name" and after[key] != value:
+            yield _refusal(_shown(key), "another value" if key == "api_key" else after[key], value, key)
+    if wanted.prefix != running.prefix:
+        yield _refusal("models: name", *(each.prefix.rstrip("/") or "no list of them" for each in (wanted, running)))
     if wanted.names != running.names:
         why = ", which clients use; served-model-name sets it for any model"
         yield _refusal("served-model-name", ",".join(wanted.names), ",".join(running.names)) + why

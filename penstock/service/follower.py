@@ -21,7 +21,7 @@ from penstock.service.deployment import Deployment
 from penstock.service.rollout import Rollout
 
 if TYPE_CHECKING:
-    from penstock.service.launcher import Launcher
+    from penstock.service.launcher import Launcher, Registration
 
 log = logging.getLogger("penstock.launcher")
 Found = tuple[Deployment, Path]  # and the folder of its checkpoint
@@ -32,6 +32,7 @@ class Follower:
     """Call `look` many times a second.
 
     Args:
+        registration: of the host's instances.
         read: model, policy -> what it describes with these; raises ConfigError.
         plan: makes its programs.
         surround: sets the environment of engines that start, by the deployment that they are for.
@@ -41,13 +42,14 @@ class Follower:
     def __init__(
         self,
         launcher: Launcher,
+        registration: Registration,
         running: Running,
         read: Callable[[str, str], Found],
         plan: Plan,
         surround: Callable[[Deployment], None],
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
-        self._launcher, self._running = launcher, running
+        self._launcher, self._registration, self._running = launcher, registration, running
         self._read, self._plan, self._surround, self._tidy = read, plan, surround, tidy
         self._before: tuple[int, Running] | None = None  # what ran, and the order that changed it
         self._order, self._taken = NOTHING, NOTHING  # the newest, and the one that is obeyed
@@ -55,16 +57,16 @@ class Follower:
         self._course: _Course | None = None
         self._looked: float | None = None
         self._time = 0.0  # seconds in which somebody was heard
-        launcher.progress = HostProgress(model=running.digest)
+        registration.progress = HostProgress(model=running.digest)
 
     def look(self, now: float) -> None:
-        said, passed = self._launcher.said, now - (now if self._looked is None else self._looked)
+        said, passed = self._registration.said, now - (now if self._looked is None else self._looked)
         self._looked = now
         if self._launcher.stopping:
-            if self._launcher.progress is not None and self._launcher.progress.state in ("able", "changes"):
+            if self._registration.progress is not None and self._registration.progress.state in ("able", "changes"):
                 self._tell("unable", "it is being stopped")
             return
-        if said is None or not (said.model and self._launcher.hears):
+        if said is None or not (said.model and self._registration.hears(now)):
             return
         self._time += passed
         if said.order is not None and said.order.number >= self._order.number:
@@ -77,7 +79,7 @@ class Follower:
             self._taken = self._order
             self._search = _Search(self._find, self._taken)
         elif said.model == self._running.digest:
-            self._launcher.other = ""
+            self._registration.other = ""
 
     def _find(self, order: HostOrder) -> Found:
         """Raises ConfigError, OSError. It may take long, where a hub is asked."""
@@ -93,8 +95,8 @@ class Follower:
             if order.acts and known:  # it is in another folder here
                 return known[0].deployment, known[0].directory
             raise
-        names = {"served_model_name": self._running.deployment.server["served_model_name"]}  # which nobody sees here
-        return replace(wanted, server={**wanted.server, **names}), directory
+        names = {"served_model_name": self._running.deployment.options["served_model_name"]}  # which nobody sees here
+        return replace(wanted, options={**wanted.options, **names}), directory
 
     def _look_for(self, search: _Search) -> None:
         if search.goes_on:
@@ -115,7 +117,7 @@ class Follower:
             return
         log.info("the instances change: %s", "; ".join(change.difference.lines) or "nothing is to be done")
         self._before = order.number, self._running
-        self._launcher.other = change.wanted.digest
+        self._registration.other = change.wanted.digest
         self._surround(wanted)
         self._course = _Course(change, Rollout(change.steps, order.limit), OwnFleet(self._launcher, None))
         self._go_on(self._course)
@@ -139,8 +141,8 @@ class Follower:
         before = self._running
         if not rollout.failure:
             self._running = course.change.wanted
-            self._launcher.serve_model(self._running.digest)
-            self._launcher.other = before.digest
+            self._registration.digest = self._running.digest
+            self._registration.other = before.digest
         self._surround(self._running.deployment)
         self._tidy()
         log.info("the instances are what %s", "they were before" if rollout.failure else "the first host orders")
@@ -154,7 +156,7 @@ class Follower:
         doing: str = "",
         introduces: str = "",
     ) -> None:
-        self._launcher.progress = HostProgress(
+        self._registration.progress = HostProgress(
             self._taken.number, state, self._running.digest, why, lines or [], doing, introduces
         )
 

@@ -18,7 +18,6 @@ import msgspec
 from penstock.core.clock import Clock
 from penstock.core.errors import (
     InvalidRequest,
-    ModelNotFound,
     Overloaded,
     PenstockError,
     Unavailable,
@@ -74,9 +73,6 @@ class Frontend:
         embedding: how prompts are embedded.
         recorder: of requests that have ended, which is closed with it; None records nothing.
         dialect: how the model writes tool calls and reasoning.
-
-    Attributes:
-        draining: whether the server is draining: running requests continue, new ones are refused.
     """
 
     def __init__(
@@ -106,7 +102,6 @@ class Frontend:
         self.clock = clock
         self.log_format = log_format
         self.recorder = recorder
-        self.draining = False
         self._max_requests = max_requests
         self._max_queued_tokens = max_queued_tokens
         self._encoding = 0  # texts under way to token ids
@@ -271,10 +266,7 @@ class Frontend:
         return self.engine_client.asleep
 
     def served_model(self, name: str | None) -> str:
-        """The name to answer under. Raises `ModelNotFound`."""
-        if name is not None and name not in self.served_names:
-            allowed = ", ".join(self.served_names)
-            raise ModelNotFound(f"model: {name!r} is not served here, allowed is {allowed}", "model")
+        """The name to answer under: that which the client used, if it used one."""
         return name or self.served_names[0]
 
     # --- text, off the event loop unless it is short

@@ -18,7 +18,7 @@ from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import HostOrder, HostProgress
 
 if TYPE_CHECKING:
-    from penstock.service.launcher import Launcher
+    from penstock.service.launcher import Registration
     from penstock.service.trial import Introduction
 
 log = logging.getLogger("penstock.launcher")
@@ -45,11 +45,12 @@ class JoinedHosts:
     """A `rollout.Fleet` of hosts; call `look` many times a second.
 
     Args:
+        registration: of the deployment's instances here.
         introduce: has all frontends looked at for an instance.
     """
 
-    def __init__(self, launcher: Launcher, introduce: Callable[[str], Introduction]) -> None:
-        self._launcher, self._introduce = launcher, introduce
+    def __init__(self, registration: Registration, introduce: Callable[[str], Introduction]) -> None:
+        self._registration, self._introduce = registration, introduce
         self._orders: dict[str, HostOrder] = {}
         self._last: dict[str, int] = {}  # host -> number of the order with which it changed last
         self._number = 0
@@ -60,12 +61,12 @@ class JoinedHosts:
     @property
     def hosts(self) -> Mapping[str, HostProgress]:
         """That are heard by the master."""
-        said = self._launcher.said
+        said = self._registration.said
         return {} if said is None else said.hosts
 
     def look(self, now: float) -> None:
         self._now = now
-        if not self._launcher.hears:  # nobody can be
+        if not self._registration.hears(now):  # nobody can be
             self._heard = dict.fromkeys(self._heard, now)
         for name, progress in self.hosts.items():
             self._heard[name] = now
@@ -74,7 +75,7 @@ class JoinedHosts:
             del self._heard[name]
             self._orders.pop(name, None)
             self._look_at_introduction(name, "")
-        self._launcher.orders = dict(self._orders)
+        self._registration.orders = dict(self._orders)
 
     def _look_at_introduction(self, host: str, instance: str) -> None:
         before = self._introductions.get(host)

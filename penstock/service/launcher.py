@@ -11,12 +11,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.clock import PAUSE, Clock
-from penstock.service.process import TO_ALL, host_of
+from penstock.service.process import TO_ALL, has_terminal, host_of
 from penstock.service.spawner import Incarnation, LocalSpawner, Spawner
 from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor, shown
 
@@ -108,27 +109,57 @@ class _Wire:
             self._context.destroy(linger=LINGER)
 
 
+@dataclass(slots=True)
+class Registration:
+    """Of a model's instances at its master.
+
+    Attributes:
+        prefix: of the names of its programs.
+        master: its ZMQ endpoint; None without a master's process, or while it is not known.
+        digest: of what the instances serve.
+        givers_file: in which engines that start read of instances on other hosts that may give them weights, as JSON;
+            None where there are no such hosts.
+        said: the last that the master answered.
+        ready: what the master gives requests to, as it said last.
+        orders, progress, other: see `HostReport`; set by `service.upgrade` and `service.follower`, as `digest` is.
+    """
+
+    prefix: str = ""
+    master: str | None = None
+    digest: str = ""
+    givers_file: Path | None = None
+    said: HostTaken | None = None
+    ready: Sequence[str] = ()
+    orders: Mapping[str, HostOrder] = field(default_factory=dict)
+    progress: HostProgress | None = None
+    other: str = ""
+    refused_since: float | None = None
+    told: HostReport | None = None  # what the master knows
+    tell_at: float = -inf
+    taken: bool = False  # the master has taken the instances, once
+    heard: float | None = None  # the master, or when it was first to be heard
+    warned: bool = False  # of its silence
+    givers: Mapping[str, str] | None = None  # what is to be in the file
+    givers_written: bool = False
+
+    def hears(self, now: float) -> bool:
+        """Whether the master has just said something."""
+        return self.heard is not None and now - self.heard < 2 * REPEAT
+
+
 class Launcher:
     """Runs programs until a signal, or until one of them fails for good.
 
     Args:
         environments: kind -> environment of its processes, where it is not this process's own.
         listeners: of the frontends; closed when these have ended for good, so that clients are refused.
-        master: its ZMQ endpoint, where instances are registered; None without a master's process.
+        registrations: one for each model that has instances here.
         secret: of the deployment, where its links are protected.
-        model: digest of what the instances serve.
-        registry: address of an etcd, where the instances are registered and the master is found.
+        registry: address of an etcd, where the instances are registered and the master is found; of one model.
         drain: for instances of a deployment that goes on without them: seconds that their requests get to finish; None
             for a whole deployment.
         engines: where these run; None for this machine, as the others do.
         warm: processes of this machine that wait to become engines.
-        givers: file in which engines that start read of instances on other hosts that may give them weights, as JSON;
-            None where there are no such hosts.
-
-    Attributes:
-        ready: what the master gives requests to, as it said last.
-        said: the last that the master answered.
-        orders, progress, other: see `HostReport`; set by `service.upgrade` and `service.follower`.
     """
 
     def __init__(
@@ -138,14 +169,12 @@ class Launcher:
         clock: Clock,
         environments: Mapping[ProcessKind, Mapping[str, str]],
         listeners: Sequence[socket.socket] = (),
-        master: str | None = None,
+        registrations: Sequence[Registration] = (),
         secret: str | None = None,
-        model: str = "",
         drain: float | None = None,
         registry: str | None = None,
         engines: Spawner | None = None,
         warm: int = 0,
-        givers: Path | None = None,
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock = supervisor, clock
@@ -158,37 +187,26 @@ class Launcher:
         self._starting: dict[str, float] = {}  # programs whose sockets are not there yet -> when they were started
         self._took: dict[str, float] = {}  # engines that are up -> seconds that this took
         self._signals: list[int] = []
+        self._reloads = False  # at SIGHUP
         self._listeners = listeners
-        self._master, self._wire, self.secret = master, _Wire(secret), secret
-        self._host, self._model, self._incarnation = host_of(os.getpid()), model, time.time_ns()
+        self._registrations, self._wire, self.secret = registrations, _Wire(secret), secret
+        self._host, self._incarnation = host_of(os.getpid()), time.time_ns()
         self._drain, self._leaves_by = drain, inf
         self._registry = registry
         self._etcd: EtcdHost | None = None
-        self._refused_since: float | None = None
-        self._told: HostReport | None = None  # what the master knows
-        self._tell_at = -inf
-        self._taken = False  # the master has taken the instances, once
-        self._heard: float | None = None  # the master, or when it was first to be heard
-        self._warned = False  # of its silence
         self._candidates: dict[str, str] = {}  # programs on trial -> how they ended; "" while they run
         self._leaving: set[str] = set()  # instances that are to drain
         self._engines_ended: deque[tuple[float, EngineEnded]] = deque()  # the latest, and when that was seen
         self._restarted: dict[str, tuple[int, float]] = {}  # slow instances -> how often in a row, and when last
-        self._givers_file = givers
-        self._givers: Mapping[str, str] | None = None  # what is to be in it
-        self._givers_written = False
-        self.ready: Sequence[str] = ()
-        self.said: HostTaken | None = None
-        self.orders: Mapping[str, HostOrder] = {}
-        self.progress: HostProgress | None = None
-        self.other = ""
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
-        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left.
+        """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left. At SIGHUP
+        frontends read their files again; where there is a terminal it is closed, and that is the end, too.
 
         Args:
             look: called after each look at the processes, with the clock's time.
         """
+        self._reloads = not has_terminal()
         for number in TO_ALL:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, lambda number, _: self._signals.append(number))
@@ -213,11 +231,13 @@ class Launcher:
             self._act(action)
         if not self._starting and not self._supervisor.stopping:
             self._local.refill(self._clock.now())
-        if not self._awaits_kv_pool:
+        for registration in self._registrations:
+            if self._awaits_kv_pool(registration):
+                continue
             if self._registry is not None:
-                self._follow_registry(self._registry)
-            if self._master is not None:
-                self._follow_master(self._master, self._clock.now())
+                self._follow_registry(self._registry, registration)
+            if registration.master is not None:
+                self._follow_master(registration, registration.master, self._clock.now())
         return ended
 
     def close(self) -> None:
@@ -226,8 +246,9 @@ class Launcher:
             incarnation.close()
         self._running.clear()
         self._engines.close()
-        if self._drain is not None and self._master is not None:
-            self._wire.report(self._master, self._report(gone=True))
+        for each in self._registrations:
+            if self._drain is not None and each.master is not None:
+                self._wire.report(each.master, self._report(each, gone=True))
         if self._etcd is not None:
             self._etcd.close()
         self._wire.close()
@@ -236,10 +257,14 @@ class Launcher:
         """Report changes since the last check to the supervisor."""
         now = self._clock.now()
         while self._signals:
+            if self._signals[0] == signal.SIGHUP and self._reloads:
+                self._signals.pop(0)
+                self._reload()
+                continue
             again = self._supervisor.stopping or self._leaves_by < inf
             follows = "running requests are ended" if again else "running requests may finish"
             log.info("%s: %s", signal.Signals(self._signals.pop(0)).name, follows)
-            if self._drain is not None and not again and (self._taken or self._registry is not None):
+            if self._drain is not None and not again and (self._is_taken or self._registry is not None):
                 self._leaves_by = now + self._drain
             else:
                 self._supervisor.stop(now)
@@ -261,6 +286,12 @@ class Launcher:
             for listener in self._listeners:
                 listener.close()
         return ended
+
+    def _reload(self) -> None:
+        log.info("SIGHUP: frontends read their files again")
+        for name, incarnation in self._running.items():
+            if self._programs[name].kind == "frontend":
+                incarnation.reload()
 
     def _found_ended(self) -> list[str]:
         """Processes that have ended. One that needs another is reported a look later: it may have ended with that one,
@@ -318,31 +349,36 @@ class Launcher:
             if trouble is not None and trouble.hangs:
                 self._supervisor.hangs(name, trouble.why)
 
-    def _follow_registry(self, address: str) -> None:
+    def _follow_registry(self, address: str, registration: Registration) -> None:
         if self._etcd is None:
             from penstock.service.etcd import EtcdHost
 
             self._etcd = EtcdHost(address)
-        self._etcd.instances = [] if self._supervisor.stopping else self._report().instances
-        self._master = self._etcd.master or None
+        self._etcd.instances = [] if self._supervisor.stopping else self._report(registration).instances
+        registration.master = self._etcd.master or None
+
+    def _awaits_kv_pool(self, registration: Registration) -> bool:
+        """Whether its engines are about to be started, for which what takes long has to wait."""
+        starting = (self._programs[name] for name in self._starting)
+        return any(program.kind == "kv_pool" and program.model == registration.prefix for program in starting)
 
     @property
-    def _awaits_kv_pool(self) -> bool:
-        """Whether engines are about to be started, for which what takes long has to wait."""
-        return any(self._programs[name].kind == "kv_pool" for name in self._starting)
+    def _is_taken(self) -> bool:
+        """Whether a master has taken instances of this host."""
+        return any(registration.taken for registration in self._registrations)
 
-    def _follow_master(self, master: str, now: float) -> None:
+    def _follow_master(self, registration: Registration, master: str, now: float) -> None:
         """Register the instances, and start and stop those that the master wants."""
         from penstock.core.wire.master import HostRefused, HostTaken, RestartInstance, StartInstance, StopInstance
 
-        self._heard = now if self._heard is None else self._heard
+        registration.heard = now if registration.heard is None else registration.heard
         for said in self._wire.read(master):
-            self._heard = now
+            registration.heard = now
             match said:
                 case HostTaken() as taken:
-                    self.said, self.ready = taken, taken.ready
-                    self._be_taken(master)
-                    self._pass_on(taken.givers)
+                    registration.said, registration.ready = taken, taken.ready
+                    self._be_taken(registration)
+                    self._pass_on(registration, taken.givers)
                 case StartInstance(name=name) if name in self._programs:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
@@ -352,43 +388,44 @@ class Launcher:
                         self._restarted[name] = times, now
                     self._supervisor.retire(name, now, again=True)
                 case HostRefused(message=message):
-                    self._be_refused(message, now)
+                    self._be_refused(registration, message, now)
         if self._supervisor.stopping:
             return
-        if self._drain is not None and not self._warned and now - self._heard > SILENT:
-            self._warned = True
+        if self._drain is not None and not registration.warned and now - registration.heard > SILENT:
+            registration.warned = True
             log.warning("the master at %s does not answer: can it be reached, and is the secret its own?", master)
         for name, incarnation in self._running.items():
             if name in self._endpoints and incarnation.endpoint:
                 self._endpoints[name] = incarnation.endpoint
-        report = self._report()
-        if (report != self._told or now >= self._tell_at) and self._wire.report(master, report):
-            self._told, self._tell_at = report, now + REPEAT
+        report = self._report(registration)
+        if (report != registration.told or now >= registration.tell_at) and self._wire.report(master, report):
+            registration.told, registration.tell_at = report, now + REPEAT
 
-    def _be_taken(self, master: str) -> None:
-        if self._drain is not None and (self._warned or not self._taken):
-            log.info("the master at %s has taken this host's instances", master)
-        self._taken, self._warned = True, False
+    def _be_taken(self, registration: Registration) -> None:
+        if self._drain is not None and (registration.warned or not registration.taken):
+            log.info("the master at %s has taken this host's instances", registration.master)
+        registration.taken, registration.warned = True, False
 
-    def _pass_on(self, givers: Mapping[str, str]) -> None:
-        if self._givers_file is None or (givers == self._givers and self._givers_written):
+    def _pass_on(self, registration: Registration, givers: Mapping[str, str]) -> None:
+        file = registration.givers_file
+        if file is None or (givers == registration.givers and registration.givers_written):
             return
-        news, self._givers = givers != self._givers, givers
-        beside = self._givers_file.with_suffix(".new")  # whoever reads it reads one of the two
+        news, registration.givers = givers != registration.givers, givers
+        beside = file.with_suffix(".new")  # whoever reads it reads one of the two
         try:
             beside.write_text(json.dumps(givers))
-            beside.replace(self._givers_file)
-            self._givers_written = True
+            beside.replace(file)
+            registration.givers_written = True
         except OSError as error:  # there may be room the next time
-            self._givers_written = False
+            registration.givers_written = False
             if news:
                 log.warning("engines that start are not told who gives weights: %s", error)
 
-    def _be_refused(self, why: str, now: float) -> None:
-        if self._refused_since is None or now - self._refused_since > 2 * REFUSED_FOR:
-            self._refused_since = now
+    def _be_refused(self, registration: Registration, why: str, now: float) -> None:
+        if registration.refused_since is None or now - registration.refused_since > 2 * REFUSED_FOR:
+            registration.refused_since = now
             log.warning("the master does not take this host's instances: %s", why)
-        elif now - self._refused_since > REFUSED_FOR:
+        elif now - registration.refused_since > REFUSED_FOR:
             self._supervisor.refuse(why, now)
 
     @property
@@ -396,7 +433,8 @@ class Launcher:
         """Whether no instance runs."""
         return all(self._supervisor.is_stopped(name) for name, p in self._programs.items() if p.kind == "engine")
 
-    def _report(self, gone: bool = False) -> HostReport:
+    def _report(self, registration: Registration, gone: bool = False) -> HostReport:
+        """What its master is told."""
         from penstock.core.wire.master import Endpoint, HostReport
 
         runs: Literal["leaving", "running"] = "leaving" if self._leaves_by < inf else "running"
@@ -411,23 +449,29 @@ class Launcher:
                 self._supervisor.has_given_up(name),
             )
             for name, endpoint in self._endpoints.items()
+            if name.startswith(registration.prefix)
             if ((stopped := self._supervisor.is_stopped(name)) or endpoint) and not gone
         ]
-        troubles, model = self._supervisor.troubles, self._model
-        minutes = {name: (times, int(self._clock.now() - at) // 60) for name, (times, at) in self._restarted.items()}
+        prefix = registration.prefix
+        troubles = {name: why for name, why in self._supervisor.troubles.items() if name.startswith(prefix)}
+        minutes = {
+            name: (times, int(self._clock.now() - at) // 60)
+            for name, (times, at) in self._restarted.items()
+            if name.startswith(prefix)
+        }
         return HostReport(
             self._host,
             self._incarnation,
             instances,
             troubles,
-            model,
-            ended=self.ended,
+            registration.digest,
+            ended=[ended for ended in self.ended if ended.name.startswith(prefix)],
             restarted=minutes,
             spread=self._engines is not self._local,
-            other=self.other,
+            other=registration.other,
             began=self._drain is None,
-            orders=dict(self.orders),
-            progress=None if gone else self.progress,
+            orders=dict(registration.orders),
+            progress=None if gone else registration.progress,
         )
 
     # --- programs that come and go; `service.upgrade` decides which
@@ -442,9 +486,14 @@ class Launcher:
         return self._supervisor.stopping or self._leaves_by < inf
 
     @property
-    def hears(self) -> bool:
-        """Whether the master has just said something."""
-        return self._heard is not None and self._clock.now() - self._heard < 2 * REPEAT
+    def ready(self) -> Sequence[str]:
+        """What masters give requests to, as they said last."""
+        return [name for registration in self._registrations for name in registration.ready]
+
+    def forget_ready(self) -> None:
+        """Until the masters say so again."""
+        for registration in self._registrations:
+            registration.ready = ()
 
     def try_out(self, program: Program) -> None:
         """Start one that is not restarted, and not registered. With the name of one that has ended it is that one's
@@ -499,21 +548,13 @@ class Launcher:
         self._endpoints.pop(name, None)
         self._leaving.discard(name)
         self._candidates.pop(name, None)
-        self.ready = [other for other in self.ready if other != name]
+        for registration in self._registrations:
+            registration.ready = [other for other in registration.ready if other != name]
 
     def change(self, program: Program) -> None:
         """What its next incarnation is."""
         self._supervisor.replace(program)
         self._programs[program.name] = program
-
-    @property
-    def model(self) -> str:
-        """Digest of the checkpoint that the instances serve."""
-        return self._model
-
-    def serve_model(self, digest: str) -> None:
-        """It is another one from now on."""
-        self._model = digest
 
     def _act(self, action: Action) -> None:
         match action.what:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def has_terminal() -> bool:
+    """Whether there is one that could be closed, which SIGHUP tells of; else that signal has files read again."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def host_of(launcher: int) -> str:

@@ -1,4 +1,4 @@
-"""The processes of a deployment on this machine, as command lines."""
+"""The processes of deployments on this machine, as command lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,49 +24,70 @@ GIVERS = "givers"  # file in which the launcher tells engines who of other hosts
 
 
 def plan(
-    deployment: Deployment,
-    directory: Path,
+    models: Sequence[tuple[Deployment, Path]],
     folder: Path,
     listeners: Sequence[socket.socket],
-    engine_fields: Callable[[Group, int], dict[str, Any]],
+    engine_fields: Callable[[Path, Group, int], dict[str, Any]],
     doors: Sequence[socket.socket] = (),
     master: str | None = None,
     names: Mapping[str, str] | None = None,
 ) -> list[Program]:
-    """Every process of the deployment, in the order in which they start.
+    """Every process that serves these models, in the order in which they start.
 
     Args:
-        directory: of the model.
+        models: each with the folder of its checkpoint.
         folder: for sockets; short, because the path of one has at most 107 bytes.
         listeners: bound, one for each frontend. They stay open here, so that a restarted frontend keeps its port.
-        engine_fields: group and number of an instance among all -> fields of its engine's options.
+        engine_fields: folder of the checkpoint, group, and number of an instance among all of the model -> fields of
+            its engine's options.
         doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
         master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
         names: instance -> name of its process, where that is another one; see `service.upgrade`.
     """
+    programs: list[Program] = []
+    free = list(doors)
+    for deployment, directory in models:
+        own = [free.pop(0) for group in deployment.groups for _ in group.instances] if doors else []
+        programs += _plan_model(deployment, folder, partial(engine_fields, directory), own, master, names or {})
+    told = [_model(*model, master or master_address(folder, model[0])) for model in models]
+    deployment = models[0][0]  # of what all have in common
+    for number, listener in enumerate(listeners):
+        name = f"frontend-{number}"
+        settings = {"name": name, "listen_fd": listener.fileno(), "models": told}
+        settings["server"] = _server(deployment, listener, number)
+        settings |= _common(deployment)
+        descriptors = (settings["listen_fd"],)
+        programs.append(make_program(name, "frontend", settings, _heartbeat(folder, name), descriptors=descriptors))
+    return programs
+
+
+def _plan_model(
+    deployment: Deployment,
+    folder: Path,
+    engine_fields: Callable[[Group, int], dict[str, Any]],
+    doors: Sequence[socket.socket],
+    master: str | None,
+    names: Mapping[str, str],
+) -> Iterator[Program]:
+    """The processes that are a model's alone; arguments as of `plan`."""
     import msgspec
 
-    common = {
-        "parent": os.getpid(),
-        "log_level": deployment.server["log_level"],
-        "log_format": deployment.server["log_format"],
-        "secured": deployment.secured,
-    }
+    common, prefix = _common(deployment), deployment.prefix
 
     def program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
-        return make_program(name, kind, {**common, **settings}, folder / f"{name}.heartbeat", **more)
+        return make_program(name, kind, {**common, **settings}, _heartbeat(folder, name), model=prefix, **more)
 
-    programs = []
     registry = None if deployment.cluster is None else deployment.cluster.registry
     if deployment.orphans is not None:
-        settings = {"path": str(folder / KV_POOL), "orphan_seconds": deployment.orphans}
-        programs.append(program(KV_POOL, "kv_pool", settings, socket=folder / KV_POOL))
+        name = prefix + KV_POOL
+        settings: dict[str, Any] = {"name": name, "path": str(folder / name), "orphan_seconds": deployment.orphans}
+        yield program(name, "kv_pool", settings, socket=folder / name)
     places = [(group, name) for group in deployment.groups for name in group.instances]
     for number, (group, instance) in enumerate(places):
-        name = instance if names is None else names[instance]
+        name = names.get(instance, instance)
         settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None, master is not None)
         settings["options"] = engine_fields(group, number)
-        programs.append(program(name, "engine", settings, starts=instance not in group.spares, **more))
+        yield program(name, "engine", settings, starts=instance not in group.spares, **more)
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
@@ -74,17 +96,24 @@ def plan(
     cluster = deployment.cluster
     masters = None if cluster is None else cluster.masters
     for number in range(int(master is None) if masters is None else masters):
-        name = f"master-{number}" if number else "master"
+        name = f"{prefix}master-{number}" if number else f"{prefix}master"
         public = None if cluster is None else f"tcp://{join_host_port(cluster.host, cluster.port + number)}"
         own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
-        programs.append(program(name, "master", settings | own, socket=folder / name))
-    for number, listener in enumerate(listeners):
-        name = f"frontend-{number}"
-        settings = {"name": name, "listen_fd": listener.fileno(), "master": master or master_address(folder)}
-        settings["registry"] = registry
-        settings["server"] = _server(deployment, directory, listener, number)
-        programs.append(program(name, "frontend", settings, descriptors=(settings["listen_fd"],)))
-    return programs
+        yield program(name, "master", settings | own, socket=folder / name)
+
+
+def _common(deployment: Deployment) -> dict[str, Any]:
+    """What every process is told."""
+    return {
+        "parent": os.getpid(),
+        "log_level": deployment.server["log_level"],
+        "log_format": deployment.server["log_format"],
+        "secured": deployment.secured,
+    }
+
+
+def _heartbeat(folder: Path, name: str) -> Path:
+    return folder / f"{name}.heartbeat"
 
 
 def _engine(
@@ -95,11 +124,11 @@ def _engine(
     pooled = group.shares_memory and not rayed
     place = {"address": f"ipc://{folder}/{name}", "role": group.role}
     settings: dict[str, Any] = {**place, "name": name, "shown_as": name, "lease_s": deployment.lease, "public": None}
-    settings["kv_pool"] = str(folder / KV_POOL) if pooled else None
+    settings["kv_pool"] = str(folder / (deployment.prefix + KV_POOL)) if pooled else None
     settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
     settings["weights"] = _weights(deployment, folder, name, joins) if group.shares_weights else None
     more: dict[str, Any] = {**place, "socket": folder / name, "devices": group.ranks}
-    more["needs"] = KV_POOL if pooled else None
+    more["needs"] = deployment.prefix + KV_POOL if pooled else None
     more["module"] = "adopted" if group.adopted else None
     if rayed:
         more["address"] = ""  # on a node that Ray chooses
@@ -111,8 +140,12 @@ def _engine(
     return settings, more
 
 
-def master_address(folder: Path) -> str:
-    return f"ipc://{folder}/master"
+def master_address(folder: Path, deployment: Deployment) -> str:
+    return f"ipc://{folder}/{deployment.prefix}master"
+
+
+def givers_file(folder: Path, deployment: Deployment) -> Path:
+    return folder / (deployment.prefix + GIVERS)
 
 
 def make_program(
@@ -143,10 +176,13 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
 
 
 def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> dict[str, Any]:
-    places = {"address": f"unix:{folder / name}.weights", "sockets": f"{escape(str(folder))}/*.weights"}
+    places = {
+        "address": f"unix:{folder / name}.weights",
+        "sockets": f"{escape(str(folder / deployment.prefix))}/*.weights",
+    }
     if deployment.cluster is None and deployment.ray is None:
         return {**places, "public": None}
-    transport, told = deployment.transport, {"givers": str(folder / GIVERS), "joins": joins}
+    transport, told = deployment.transport, {"givers": str(givers_file(folder, deployment)), "joins": joins}
     host = "127.0.0.1" if deployment.cluster is None else deployment.cluster.host  # a Ray node has its own
     address = join_host_port(host, 0)
     told["tls"] = None if transport is None else transport.tls
@@ -154,13 +190,17 @@ def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> di
     return {**places, "public": {"address": f"tcp:{address}", **told}}
 
 
-def _server(deployment: Deployment, directory: Path, listener: socket.socket, number: int) -> dict[str, Any]:
+def _model(deployment: Deployment, directory: Path, master: str) -> dict[str, Any]:
+    """What a frontend is told of a model."""
+    options = {key: value for key, value in deployment.options.items() if key != "served_model_name"}
+    options |= {"directory": str(directory), "names": deployment.names, "prefix": deployment.prefix}
+    registry = None if deployment.cluster is None else deployment.cluster.registry
+    return {"options": options, "master": master, "registry": registry}
+
+
+def _server(deployment: Deployment, listener: socket.socket, number: int) -> dict[str, Any]:
     """A frontend's `ServerOptions`, without the API keys. Each frontend chooses seeds of its own."""
-    options = {key: value for key, value in deployment.server.items() if key not in ("served_model_name", "api_key")}
+    options = {key: value for key, value in deployment.server.items() if key != "api_key"}
     if options["seed"] is not None:
         options["seed"] += number
-    return options | {
-        "directory": str(directory),
-        "names": deployment.names,
-        "port": listener.getsockname()[1],
-    }
+    return options | {"port": listener.getsockname()[1]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -49,6 +50,9 @@ class Incarnation(Protocol):
 
     def stop(self) -> None:
         """Tell a program without an endpoint to end."""
+
+    def reload(self) -> None:
+        """Tell a frontend to read its files again."""
 
     def kill(self) -> None: ...
 
@@ -176,6 +180,9 @@ class LocalProcess:
 
     def stop(self) -> None:
         self._process.send_signal(STOP)
+
+    def reload(self) -> None:
+        self._process.send_signal(signal.SIGHUP)  # blocked until it reads it
 
     def kill(self) -> None:
         self._process.kill()

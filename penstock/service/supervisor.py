@@ -56,6 +56,7 @@ class Program:
         starts: whether it runs from the start on; else once it is told to.
         resources: what is to be set apart for it where it runs, such as {"CPU": 2, "GPU": 1}; none on this machine.
         devices: that it takes.
+        model: prefix of the deployment that it is for; of no meaning for a frontend, which is for all.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Program:
     starts: bool = True
     resources: Mapping[str, float] = field(default_factory=dict)
     devices: int = 1
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class Supervisor:
         self._patience = drain_timeout + DRAIN_GRACE  # seconds for frontends to drain
         self._stopping: ProcessKind | None = None  # the kind being stopped
         self._deadline: float | None = None  # of that kind; None before it was told
+        self._lost: set[str] = set()  # models that can be served no longer
         self.over = False
         self.exit_code = 0
         self.failure = ""
@@ -272,8 +275,7 @@ class Supervisor:
             place.due = now if again else None
             return f"{name} was stopped" + (", and starts again" if again else "")
         if code == CANNOT_BE_SERVED and not place.proven and place.program.starts:
-            self._fail(f"{how}: it cannot be served", CANNOT_BE_SERVED, now)
-            return self.failure
+            return self._lose(place, f"{how}: it cannot be served", CANNOT_BE_SERVED, now)
         if fallen:
             place.due = now
             return f"{how} because of {place.program.needs}, and starts again"
@@ -286,11 +288,13 @@ class Supervisor:
             why = f"{name} ended {times}, the last time with {ending}"
             if last_output:
                 why += f"; its last output: {last_output}"
-            place.given_up = place.program.kind == "engine"
-            if place.given_up and any(p.program.kind == "engine" and not p.given_up for p in self._places.values()):
+            model = [other.program for other in self._places.values() if other.program.model == place.program.model]
+            place.given_up = True
+            if place.program.kind == "engine" and any(
+                p.kind == "engine" and not self.has_given_up(p.name) for p in model
+            ):
                 return f"{why}; it is given up, and the other engines serve on"
-            self._fail(why, 1, now)
-            return self.failure
+            return self._lose(place, why, 1, now)
         delay = min(self._restart.backoff * 2 ** max(0, place.deaths - 1), MOST_BACKOFF)
         place.due = now + delay
         return f"{how} and starts again in {delay:g} s"
@@ -370,6 +374,17 @@ class Supervisor:
     def refuse(self, why: str, now: float) -> None:
         """The master does not take what runs here."""
         self._fail(why, CANNOT_BE_SERVED, now)
+
+    def _lose(self, place: _Place, why: str, code: int, now: float) -> str:
+        """A program has failed for good, and with it its model. When that was the last one, or a frontend, all ends.
+        Returns a sentence that says so."""
+        place.given_up = True
+        self._lost.add(place.program.model)
+        models = {other.program.model for other in self._places.values() if other.program.kind != "frontend"}
+        if place.program.kind == "frontend" or models <= self._lost:
+            self._fail(why, code, now)
+            return self.failure
+        return f"{why}; {place.program.model.rstrip('/')} is given up, and the other models serve on"
 
     def _fail(self, why: str, code: int, now: float) -> None:
         self.failure, self.exit_code = why, code

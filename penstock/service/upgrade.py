@@ -18,7 +18,7 @@ from penstock.service.joined import JoinedHosts, Target
 from penstock.service.rollout import Named, Rollout, Step
 
 if TYPE_CHECKING:
-    from penstock.service.launcher import Launcher
+    from penstock.service.launcher import Launcher, Registration
     from penstock.service.trial import Introduction
 
 log = logging.getLogger("penstock.launcher")
@@ -42,6 +42,7 @@ class Upgrades:
 
     Args:
         control: gets the questions.
+        registration: of the deployment's instances here.
         read: a question -> the deployment that it describes; raises ConfigError.
         plan: makes its programs.
         frontends: addresses of all, by HTTP.
@@ -54,6 +55,7 @@ class Upgrades:
         self,
         control: ControlSocket,
         launcher: Launcher,
+        registration: Registration,
         running: Running,
         read: Callable[[Question], tuple[Deployment, Path]],
         plan: Plan,
@@ -62,13 +64,13 @@ class Upgrades:
         tidy: Callable[[], None] = lambda: None,
         became: Callable[[Running], None] = lambda running: None,
     ) -> None:
-        self._control, self._launcher = control, launcher
+        self._control, self._launcher, self._registration = control, launcher, registration
         self._running = running
         self._read, self._plan = read, plan
         self._frontends, self._surround = frontends, surround
         self._tidy, self._became = tidy, became
         self._tls = running.deployment.server["ssl_certfile"] is not None
-        self._joined = JoinedHosts(launcher, self._introduce)
+        self._joined = JoinedHosts(registration, self._introduce)
         self._under_way: _Course | None = None
 
     def _introduce(self, name: str) -> Introduction:
@@ -157,12 +159,13 @@ class Upgrades:
             self._end(course)
             return
         if course.change.difference.master:
-            steps.append(Step(start=course.change.programs["master"], stop=self._launcher.programs["master"]))
+            master = f"{self._registration.prefix}master"
+            steps.append(Step(start=course.change.programs[master], stop=self._launcher.programs[master]))
         course.client.tell(plan=lines)
         log.info("the deployment changes: %s", "; ".join(lines) or "nothing is to be done")
         course.rollout = Rollout(steps, course.limit)
         if course.change.wanted.digest != self._running.digest:
-            self._launcher.other = course.change.wanted.digest
+            self._registration.other = course.change.wanted.digest
         self._surround(course.change.wanted.deployment)
 
     def _become(self, course: _Course) -> None:
@@ -171,8 +174,8 @@ class Upgrades:
             if program.kind == "frontend":
                 self._launcher.change(program)
         if self._running.digest != before.digest:
-            self._launcher.other = before.digest
-        self._launcher.serve_model(self._running.digest)
+            self._registration.other = before.digest
+        self._registration.digest = self._running.digest
         self._became(self._running)
 
     def _end(self, course: _Course) -> None:
@@ -195,7 +198,7 @@ class Upgrades:
                 self._joined.change(self._target(name, self._running), LIMIT)
             behind |= not ordered or answer is None or answer.state == "changes"
         if not behind:  # who still serves something else is not part of the deployment
-            self._launcher.other = ""
+            self._registration.other = ""
 
     def close(self) -> None:
         if self._under_way is not None:

@@ -20,10 +20,12 @@ from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.core.wire.master import History
+from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
 from penstock.service.embedding import EmbeddingDefaults
 from penstock.service.frontend import Frontend
 from penstock.service.generation import Generation, Usage
+from penstock.service.models import Models
 from penstock.text import grammar
 from penstock.text.chat import normalise
 from penstock.text.detokenizer import Delta
@@ -150,7 +152,6 @@ class ScriptedFrontend:
         self.tokenizer = ByteTokenizer()
         self.default_sampling: dict[str, object] = {}
         self.ready = self.healthy = True
-        self.draining = False
         self.script: Callable[[ScriptedGeneration], object] = hello
         self.embed: Callable[[ScriptedGeneration], object] = embedded
         self.clock = ManualClock()
@@ -253,7 +254,7 @@ class ScriptedFrontend:
         Frontend.check_known(cast(Any, self))
 
     def served_model(self, name: str | None) -> str:
-        return Frontend.served_model(cast(Any, self), name)
+        return name or self.served_names[0]
 
 
 @pytest.fixture
@@ -267,13 +268,18 @@ async def frontend() -> ScriptedFrontend:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics("org/tiny", ["engine-0"])
+def exposition() -> Exposition:
+    return Exposition([Metrics("org/tiny", ["engine-0"])])
 
 
 @pytest.fixture
-def make_app(frontend: ScriptedFrontend, metrics: Metrics) -> Callable[..., Application]:
-    return lambda **options: create_app(cast(Any, frontend), metrics, **options)
+def models(frontend: ScriptedFrontend) -> Models:
+    return Models([cast(Any, frontend)])
+
+
+@pytest.fixture
+def make_app(models: Models, exposition: Exposition) -> Callable[..., Application]:
+    return lambda **options: create_app(models, exposition, **options)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from penstock.core.errors import EngineFailure
-from penstock.obs.metrics import Metrics
+from penstock.obs.exposition import Exposition
+from penstock.service.models import Models
 
 pytestmark = pytest.mark.anyio
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -96,7 +97,8 @@ async def test_before_it_is_ready_nobody_is_told_that_their_request_is_wrong(
 
 async def test_health_lists_the_instances(client: httpx.AsyncClient, frontend: Any) -> None:
     body = (await client.get("/health")).json()
-    assert body == {"status": "healthy", "instances": frontend.instance_states()}
+    told = {"id": "org/tiny", "ready": True, "trouble": ""}
+    assert body == {"status": "healthy", "models": [told], "instances": frontend.instance_states()}
 
 
 async def test_what_operators_see_needs_a_key_and_tells_of_no_tenant(make_client: Callable[..., Any]) -> None:
@@ -280,9 +282,9 @@ async def test_behind_a_proxy_that_has_other_things_too(
         assert document["servers"] == [{"url": "/llm"}]
 
 
-async def test_while_it_drains_it_refuses_what_is_new(client: httpx.AsyncClient, frontend: Any) -> None:
+async def test_while_it_drains_it_refuses_what_is_new(client: httpx.AsyncClient, frontend: Any, models: Models) -> None:
     assert "connection" not in (await client.get("/health")).headers
-    frontend.draining = True
+    models.draining = True
     for refused in (
         await client.get("/ready"),
         await client.get("/v1/models"),
@@ -334,7 +336,7 @@ async def test_our_own_fault_is_logged_with_the_id_and_shows_nothing(
     assert "r9" in caplog.text
 
 
-async def test_http_is_counted_by_route_and_status(client: httpx.AsyncClient, metrics: Metrics) -> None:
+async def test_http_is_counted_by_route_and_status(client: httpx.AsyncClient, exposition: Exposition) -> None:
     await client.get("/v1/models/org/tiny")
     await client.get("/v1/models/big")
     await client.get("/anything/else")
@@ -348,4 +350,4 @@ async def test_http_is_counted_by_route_and_status(client: httpx.AsyncClient, me
         '{route="/v1/models/{model:path}",status="404"} 1.0',
         '{route="unknown",status="404"} 1.0',
     ]
-    assert metrics.render()[0].decode().count('route="/metrics"') >= 1
+    assert exposition.render()[0].decode().count('route="/metrics"') >= 1

@@ -4,7 +4,7 @@ and with no status that the document does not have."""
 from __future__ import annotations
 
 import importlib
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import schemathesis
@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 
 from penstock.api.app import create_app
 from penstock.api.openapi import document
+from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
+from penstock.service.models import Models
 from tests.helpers.documented import CHECKS
 
 SCRIPTED = importlib.import_module("tests.api.conftest").ScriptedFrontend  # fixtures come too late for a schema
@@ -20,7 +22,7 @@ RELAXED: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "derandom
 
 
 def application() -> Any:
-    return create_app(cast(Any, SCRIPTED()), Metrics("org/tiny", ["engine-0"]))
+    return create_app(Models([SCRIPTED()]), Exposition([Metrics("org/tiny", ["engine-0"])]))
 
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", application())

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.api import overview
 from penstock.core.errors import Unavailable
+from penstock.service.models import Models
 
 pytestmark = pytest.mark.anyio
 PAGES = 50
@@ -51,7 +52,9 @@ def events(text: str) -> list[tuple[str, Any]]:
     return [(event, json.loads(data)) for event, data in found]
 
 
-async def test_many_who_watch_cost_one_look_a_second(url: str, frontend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_who_watch_cost_one_look_a_second(
+    url: str, frontend: Any, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks, trouble, answer = 0, 0, frontend.overview
 
     async def look() -> dict[str, Any]:
@@ -83,7 +86,7 @@ async def test_many_who_watch_cost_one_look_a_second(url: str, frontend: Any, mo
         for found in await asyncio.gather(*(watch(text) for text in texts)):
             assert ("trouble", {"message": "the master does not answer"}) in found
         assert looks - opened < PAGES  # three, but for what a slow machine makes of it; each alone would be 150
-        frontend.draining = True  # a stream that never ended would keep the server from ending
+        models.draining = True  # a stream that never ended would keep the server from ending
         for text in texts:
             async for _ in text:
                 pass

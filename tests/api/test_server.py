@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded
-from penstock.obs.metrics import Metrics
+from penstock.obs.exposition import Exposition
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -156,7 +156,7 @@ async def disconnect_once(url: str, body: dict[str, Any], ready: Callable[[], bo
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("said", [[], ["some"]])
 async def test_a_client_that_leaves_cancels(
-    url: str, frontend: Any, metrics: Metrics, stream: bool, said: list[str]
+    url: str, frontend: Any, exposition: Exposition, stream: bool, said: list[str]
 ) -> None:
     """Before the first token (queued, prefilling) and after it; streamed or not."""
     frontend.script = lambda generation: [generation.say(word) for word in said]
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_cancels(
         await soon(generation.cancelled.wait())
     status = 200 if streaming else 499
     line = f'penstock:http_requests_total{{route="/v1/completions",status="{status}"}} 1.0'
-    await until(lambda: line in metrics.render()[0].decode())
+    await until(lambda: line in exposition.render()[0].decode())
 
 
 async def test_a_client_that_leaves_while_its_prompt_is_tokenised(url: str, frontend: Any) -> None:
@@ -179,14 +179,14 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenised(url: str, fron
     assert not frontend.submitted
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body(url: str, frontend: Any, metrics: Metrics) -> None:
+async def test_a_client_that_leaves_in_the_middle_of_its_body(url: str, frontend: Any, exposition: Exposition) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
     writer.write(head)
     await writer.drain()
     writer.close()
     line = 'penstock:http_requests_total{route="/v1/completions",status="499"} 1.0'
-    await until(lambda: line in metrics.render()[0].decode())
+    await until(lambda: line in exposition.render()[0].decode())
     assert not frontend.submitted
 
 

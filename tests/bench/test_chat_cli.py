@@ -119,8 +119,8 @@ def test_stopping_an_answer_closes_the_connection_and_keeps_what_was_said(server
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--base-url", "localhost:8000"), "--base-url: localhost:8000"),
-        (("--base-url", "http://x:y"), "--base-url: http://x:y"),
+        (("--url", "localhost:8000"), "--url: localhost:8000"),
+        (("--base-url", "http://x:y"), "--url: http://x:y"),
         (("--temperature", "3"), "--temperature: '3'"),
         (("--max-tokens", "0"), "--max-tokens: '0'"),
     ],

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import zmq
 
-from penstock.cli.http import ServerOptions, make_site, with_cors
+from penstock.cli.http import ModelOptions, ServerOptions, make_site, with_cors
 from penstock.core.clock import ManualClock
 from penstock.core.wire.engine import decode_command
 from penstock.core.wire.master import Endpoint
@@ -19,8 +19,6 @@ from penstock.service.registry import LocalRegistry
 
 def options():
     return ServerOptions(
-        directory=DEMO,
-        names=["demo"],
         host="127.0.0.1",
         port=0,
         api_key=(),
@@ -35,11 +33,6 @@ def options():
         allow_credentials=False,
         root_path="",
         share_prefixes=False,
-        chat_template=None,
-        tool_call_parser="auto",
-        enable_auto_tool_choice=True,
-        reasoning_parser=None,
-        pooling="auto",
         max_queued_requests=16,
         max_queued_tokens=None,
         seed=0,
@@ -55,24 +48,43 @@ def options():
         record_requests_size=1 << 20,
         batch_dir=None,
         max_file_size=1 << 20,
+        return_tokens_as_token_ids=False,
+        enable_force_include_usage=False,
+        enable_per_request_metrics=False,
+        enable_tokenizer_info_endpoint=False,
     )
+
+
+def site_of(name, began, *endpoints):
+    """With one model, of these engines."""
+    model = ModelOptions(
+        directory=DEMO,
+        names=["demo"],
+        chat_template=None,
+        tool_call_parser="auto",
+        enable_auto_tool_choice=True,
+        reasoning_parser=None,
+        pooling="auto",
+    )
+    return make_site(options(), [(model, LocalRegistry(endpoints))], socket.socket(), name, began)
 
 
 @pytest.mark.parametrize(("took", "patience"), [(0.5, 5.0), (10.0, 40.0), (100.0, 60.0)])
 def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, monkeypatch):
     async def go():
         clock = ManualClock()
-        site = make_site(options(), socket.socket(), "f", clock.now(), LocalRegistry([Endpoint("e", "ipc:///nobody")]))
-        site.frontend.clock = clock
-        at_first = site.frontend.engine_client.patience
+        site = site_of("f", clock.now(), Endpoint("e", "ipc:///nobody"))
+        (frontend,) = site.models.frontends
+        frontend.clock = clock
+        at_first = frontend.engine_client.patience
 
         async def ready():
             clock.advance(took)
 
-        monkeypatch.setattr(site.frontend, "wait_ready", ready)
-        await site._announce()
+        monkeypatch.setattr(frontend, "wait_ready", ready)
+        await site._announce(frontend)
         await site.close()
-        return at_first, site.frontend.engine_client.patience
+        return at_first, frontend.engine_client.patience
 
     assert asyncio.run(go()) == (5.0, patience)
 
@@ -81,13 +93,12 @@ def test_everybody_who_speaks_with_an_engine_has_a_name_of_their_own():
     """An engine knows frontends and masters by name: two of one name would take each other's messages."""
 
     async def go(address):
-        registry = LocalRegistry([Endpoint("e", address)])
-        sites = [make_site(options(), socket.socket(), name, 0.0, registry) for name in ("f0", "f1")]
+        sites = [site_of(name, 0.0, Endpoint("e", address)) for name in ("f0", "f1")]
         context, speakers = zmq.Context(), set()
         engine = context.socket(zmq.ROUTER)
         engine.bind(address)
         for site in sites:
-            site.frontend.start()
+            site.models.frontends[0].start()
         while len(speakers) < 4:
             await asyncio.sleep(0.005)
             while engine.poll(0):

@@ -126,6 +126,8 @@ def test_the_flags_of_serve():
         *("isa", "disk-cache", "disk-cache-size", "enable-sleep-mode", "remote-cache", "tail-key-interval"),
         *("enable-auto-tool-choice", "reasoning-parser", "tool-call-parser"),
         *("batch-dir", "max-file-size"),
+        *("return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics"),
+        "enable-tokenizer-info-endpoint",
         *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
         *(
             "kv-cache-dtype",

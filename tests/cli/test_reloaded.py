@@ -82,6 +82,8 @@ def test_what_has_changed_is_read_and_what_cannot_be_read_stays(tmp_path, monkey
         read_so_far = len(times)
         await asyncio.sleep(0.05)  # what is as it was is not read
         assert len(times) == read_so_far
+        following.read_again("at SIGHUP")
+        assert len(times) == read_so_far + 1
         task.cancel()
 
     file.write_text("one\n")

@@ -24,17 +24,17 @@ def deployment(top=""):
     ],
 )
 def test_api_keys_are_the_files_or_else_the_environments(top, ours, keys):
-    assert environments(deployment(top), ours)["frontend"]["PENSTOCK_API_KEY"] == keys
+    assert environments([deployment(top)], ours)["frontend"]["PENSTOCK_API_KEY"] == keys
 
 
 def test_an_environment_without_a_key_in_it_is_a_mistake():
     with pytest.raises(ConfigError, match="PENSTOCK_API_KEY: ' , ', allowed is one or more names"):
-        environments(deployment(), {"PENSTOCK_API_KEY": " , "})
+        environments([deployment()], {"PENSTOCK_API_KEY": " , "})
 
 
 def test_engines_know_a_secret_that_nobody_else_does():
     ours = {"PATH": "/bin"}
-    first, second = environments(deployment(), ours), environments(deployment(), ours)
+    first, second = environments([deployment()], ours), environments([deployment()], ours)
     assert len(first["engine"]["PENSTOCK_CLUSTER_SECRET"]) == 64
     assert first["engine"]["PENSTOCK_CLUSTER_SECRET"] != second["engine"]["PENSTOCK_CLUSTER_SECRET"]
     assert "PENSTOCK_CLUSTER_SECRET" not in first["frontend"]
@@ -42,8 +42,8 @@ def test_engines_know_a_secret_that_nobody_else_does():
 
 
 def test_engines_share_the_cores_unless_somebody_said_otherwise():
-    assert int(environments(deployment(), {})["engine"]["OMP_NUM_THREADS"]) >= 1
-    assert environments(deployment(), {"OMP_NUM_THREADS": "7"})["engine"]["OMP_NUM_THREADS"] == "7"
+    assert int(environments([deployment()], {})["engine"]["OMP_NUM_THREADS"]) >= 1
+    assert environments([deployment()], {"OMP_NUM_THREADS": "7"})["engine"]["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_engines_share_the_cores_unless_somebody_said_otherwise():
     ],
 )
 def test_whoever_serves_everybody_is_told(top, ours, open_to_all):
-    said = [w for w in warnings_about(deployment(top), ours) if "no api-key" in w]
+    said = [w for w in warnings_about([deployment(top)], ours) if "no api-key" in w]
     assert bool(said) == open_to_all
 
 
@@ -98,7 +98,7 @@ def test_what_an_engine_would_refuse_fails_the_check(tmp_path, capsys, settings,
     ],
 )
 def test_what_runs_here_is_shown(capsys, top, joins, shown, hidden):
-    _show(deployment(top), joins=joins)
+    _show([deployment(top)], joins=joins)
     table = " ".join(capsys.readouterr().out.split())
     assert all(word in table for word in shown)
     assert not any(word in table for word in hidden)

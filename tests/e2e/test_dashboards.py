@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -87,7 +88,7 @@ def series(apart):
     scaled.observe_fleet(1.0, {"cold": (1, 1.0)}, {"start": 1})
     scaled.observe_ideal(1, 1, True)
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for text in (page, scaled.render()[0].decode()):
+    for text in (page, Exposition([scaled]).render()[0].decode()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = found[sample.name]

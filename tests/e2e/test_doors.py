@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def server(tmp_path):
         "root-path": "/llm",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    served = Served("serve", "demo", *QUICK, *words)
+    served = Served("serve", "demo", *QUICK, *words, new_group=True)  # without a terminal
     try:
         served.urls.append(served.wait_for(READY).group(1))
         yield served
@@ -66,7 +67,7 @@ def status(server, ca, key, path="/v1/models"):
     try:
         with httpx.Client(verify=trusting(ca)) as client:
             return client.get(server.url + path, headers={"authorization": f"Bearer {key}"}).status_code
-    except httpx.ConnectError as error:
+    except httpx.TransportError as error:
         return str(error)
 
 
@@ -87,12 +88,18 @@ def test_a_server_that_others_reach(server, tmp_path):
         put("two", tmp_path)
         (tmp_path / "keys").write_text("second\n")
         eventually(lambda: status(server, "two", "second") == 200, 30, server.log)
+        (tmp_path / "keys").write_text("third\n")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("API keys: read again, at SIGHUP")
+        assert [status(server, "two", key) for key in ("second", "third")] == [401, 200]
+        (tmp_path / "keys").write_text("second\n")
+        eventually(lambda: status(server, "two", "second") == 200, 30, server.log)
         assert status(server, "two", "first") == 401
         assert "CERTIFICATE_VERIFY_FAILED" in status(server, "one", "second")
         (tmp_path / "tls.crt").write_text("no certificate")
         (tmp_path / "keys").write_text("\n")
         for what in ("TLS", "API keys"):
-            known = f"{what}: files have changed and cannot be used"
+            known = f"{what}: the files cannot be used"
             eventually(lambda known=known: any(known in line for line in server.lines), 30, server.log)
         assert status(server, "two", "second") == 200
         *_, last, done = [line.removeprefix("data: ") for line in lines if line]
@@ -114,7 +121,7 @@ def test_a_deployment_with_tls_goes_on_after_its_frontend_and_takes_another_inst
     }
     file = tmp_path / "deployment.yaml"
     file.write_text(yaml.safe_dump(content))
-    up = Served("up", str(file))
+    up = Served("up", str(file), new_group=True)  # without a terminal
     try:
         up.urls.append(up.wait_for(READY).group(1))
         with (
@@ -123,6 +130,8 @@ def test_a_deployment_with_tls_goes_on_after_its_frontend_and_takes_another_inst
         ):
             lines = answer.iter_lines()
             next(lines)
+            up.process.send_signal(signal.SIGHUP)
+            up.wait_for("TLS: read again, at SIGHUP")
             frontend = subprocess.run(
                 ["pgrep", "-P", str(up.process.pid), "-f", "penstock.cli.frontend"],
                 capture_output=True,

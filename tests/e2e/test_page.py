@@ -164,6 +164,28 @@ def test_the_cluster_while_an_engine_dies(page: Any, pair: Any) -> None:
     keep(page, "cluster")
 
 
+def test_of_several_models_one_is_chosen(page: Any) -> None:
+    models = [{"name": name, "model": "demo", "engine": PACED, "instances": [{}]} for name in ("small", "large")]
+    with deployed({"models": models}) as server:
+        page.goto(f"{server.url}/#cluster")
+        page.get_by_role("cell", name="small/engine-0", exact=True).first.wait_for()
+        page.locator("#link").get_by_text("small, large, penstock").wait_for()
+        page.locator("#cluster select").select_option("large")
+        page.get_by_role("cell", name="large/engine-0", exact=True).first.wait_for()
+        assert page.get_by_role("cell", name="small/engine-0", exact=True).count() == 0
+        keep(page, "cluster-models")
+        page.reload()
+        page.get_by_role("cell", name="large/engine-0", exact=True).first.wait_for()
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_text("Settings", exact=True).click()
+        page.locator("#ask [name=model]").select_option("large")
+        page.get_by_text("Settings", exact=True).click()
+        say(page, "hello", max_tokens="5")
+        last_answer(page).get_by_text("first token after").wait_for()
+        page.get_by_role("link", name="where it ran").click()
+        page.get_by_text("To large/engine-0").wait_for()
+
+
 def test_a_key_is_asked_for_and_kept_in_the_tab(page: Any) -> None:
     with serving("demo", *QUICK, "--api-key", "sesame") as server:
         page.goto(server.url)

@@ -38,11 +38,17 @@ class UpProcesses(Served):
     """
 
     def __init__(
-        self, file: Path, *arguments: str, instances: Sequence[str], new_group: bool = False, frontends: int = 1
+        self,
+        file: Path,
+        *arguments: str,
+        instances: Sequence[str],
+        new_group: bool = False,
+        frontends: int = 1,
+        models: int = 1,
     ) -> None:
         super().__init__("up", str(file), *arguments, new_group=new_group)
         try:
-            for _ in range(frontends):
+            for _ in range(frontends * models):
                 self.wait_for(READY)
             self.urls = [f"http://127.0.0.1:{port}" for port in self._ports()]
             for instance in instances:
@@ -50,7 +56,7 @@ class UpProcesses(Served):
                 eventually(lambda known=known: any(known in line for line in self.lines), 90, self.log)
             for frontend in range(frontends):
                 eventually(lambda frontend=frontend: self._ready(frontend) == set(instances), 90, self.log)
-            self.folder = Path(self.settings("master")["address"].removeprefix("ipc://")).parent
+            self.folder = Path(self.settings("frontend-0")["heartbeat"]).parent
         except BaseException:
             self.close()
             raise
@@ -125,7 +131,8 @@ def deployed(content: Mapping[str, Any] | Path, *arguments: str, new_group: bool
             file.write_text(yaml.safe_dump(dict(content), sort_keys=False))
         frontends = settings.get("frontends", 1)
         names = instance_names(settings)
-        up = UpProcesses(file, *arguments, instances=names, new_group=new_group, frontends=frontends)
+        models = len(settings.get("models", [settings]))
+        up = UpProcesses(file, *arguments, instances=names, new_group=new_group, frontends=frontends, models=models)
         try:
             yield up
         finally:
@@ -135,10 +142,12 @@ def deployed(content: Mapping[str, Any] | Path, *arguments: str, new_group: bool
 def instance_names(content: Mapping[str, Any]) -> list[str]:
     """Of those that are started at first."""
     names = []
-    for group in content["instances"]:
-        role = group.get("role", "any")
-        name = group.get("name", "engine" if role == "any" else role)
-        names += [f"{name}-{number}" for number in range(group.get("count", 1))]
+    for model in content.get("models", [content]):
+        prefix = f"{model['name']}/" if "models" in content else ""
+        for group in model["instances"]:
+            role = group.get("role", "any")
+            name = group.get("name", "engine" if role == "any" else role)
+            names += [f"{prefix}{name}-{number}" for number in range(group.get("count", 1))]
     return names
 
 

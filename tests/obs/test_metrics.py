@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.wire.engine import EngineStats, TierStats
+from penstock.obs.exposition import Exposition
 from penstock.obs.logs import RequestRecord
-from penstock.obs.metrics import TOTALS, Metrics
+from penstock.obs.metrics import TOTALS, Compat, Metrics
 
 NAMES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),
@@ -32,8 +33,8 @@ def stats(steps: int = 1, **changes: int) -> EngineStats:
     return EngineStats(**({"prefix_queries": 0, "prefix_hits": 0} | values), steps=steps)
 
 
-def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    text = metrics.render()[0].decode()
+def samples(metrics: Metrics, compat: Compat = "none") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text = Exposition([metrics], compat).render()[0].decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -262,7 +263,7 @@ def test_series_of_engines_say_that_every_frontend_shows_the_same() -> None:
     metrics.observe_weights("e", "checkpoint", 2.0)
     metrics.observe_weights("e", "map", 0.5)
     assert value(metrics, "weights_load_seconds", engine="e", source="map") == 0.5
-    families = list(text_string_to_metric_families(metrics.render()[0].decode()))
+    families = list(text_string_to_metric_families(Exposition([metrics]).render()[0].decode()))
     assert sum(len(f.samples) for f in families if f.name == "penstock:weights_load_seconds") == 1, "of its last start"
     by_engine = {f.name for f in families if any("engine" in sample.labels for sample in f.samples)}
     assert "penstock:instance_up" in by_engine
@@ -314,11 +315,11 @@ VLLM_NAMES = {
 
 
 def test_with_compat_everything_is_there_under_vllms_names_too() -> None:
-    metrics = Metrics("m", ["e"], "vllm")
+    metrics = Metrics("m", ["e"])
     metrics.observe_first_token(0.2)
     metrics.observe_stats("e", stats(running=3), 5)
     metrics.observe_request(RequestRecord(request_id="a", model="m", prompt_tokens=7, finish_reason="stop"))
-    found = samples(metrics)
+    found = samples(metrics, "vllm")
     vllm = {(name.removeprefix("vllm:"), labels): v for (name, labels), v in found.items() if name.startswith("vllm:")}
     assert {name for name, _ in vllm} >= VLLM_NAMES
     assert all(("model_name", "m") in labels for _, labels in vllm)
@@ -330,7 +331,7 @@ def test_with_compat_everything_is_there_under_vllms_names_too() -> None:
 
 
 def test_without_compat_there_is_nothing_of_vllm() -> None:
-    assert b"vllm" not in Metrics("m", ["e"]).render()[0].replace(b"vLLM", b"")
+    assert b"vllm" not in Exposition([Metrics("m", ["e"])]).render()[0].replace(b"vLLM", b"")
 
 
 def test_sizes_of_requests() -> None:

@@ -17,7 +17,7 @@ def written(tmp_path, *lines):
 
 
 def check(path, longest=1000, served=("m", "n")):
-    return check_lines(path, ENDPOINT, longest, served)
+    return check_lines(path, ENDPOINT, longest, [served])
 
 
 def test_good_lines_are_numbered_as_they_lie(tmp_path):

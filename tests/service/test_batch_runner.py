@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.core.clock import SystemClock
 from penstock.service.batch_runner import LEAST, MOST_PAUSE, TRIES, WINDOW, Answer, BatchRunner, Inflow
 from penstock.service.batch_store import BatchStore
+from penstock.service.models import Models
 from tests.helpers.waiting import until
 
 ENDPOINT = "/v1/completions"
@@ -86,7 +87,7 @@ class Deployment:
 
     def __init__(self):
         self.clock = SystemClock()
-        self.ready, self.draining = True, False
+        self.ready = True
         self.engine_client = SimpleNamespace(offline=SimpleNamespace(held=0, queued=0, begun=0))
         self.asked, self.in_flight, self.most = {}, 0, 0
         self.answer = lambda body, before: OK
@@ -124,10 +125,11 @@ class Bench:
     def __init__(self, folder):
         self.store, self.view = BatchStore(folder), BatchStore(folder)  # of the runners, and of the test
         self.deployment = Deployment()
+        self.models = Models([self.deployment])
         self.tasks = []
 
     def start(self, name="frontend-0"):
-        runner = BatchRunner(self.store, self.deployment, self.deployment.ask, name, 1000)
+        runner = BatchRunner(self.store, self.models, self.deployment.ask, name, 1000, self.deployment.clock)
         self.tasks.append(asyncio.create_task(runner.run()))
         return self.tasks[-1]
 
@@ -263,10 +265,10 @@ async def test_a_draining_server_lets_go_at_once_and_another_goes_on(bench):
     batch_id = bench.create(9)
     bench.start()
     await until(lambda: bench.batch(batch_id).completed == 3)
-    bench.deployment.draining = True
+    bench.models.draining = True
     await until(lambda: bench.batch(batch_id).holder is None)
     assert bench.deployment.in_flight == 0
-    bench.deployment.draining = False
+    bench.models.draining = False
     bench.deployment.answer = lambda body, before: OK
     bench.start("frontend-1")
     batch = await bench.status(batch_id, "completed")

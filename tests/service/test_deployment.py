@@ -1,6 +1,8 @@
 """The deployment file: what it means, and one line for each mistake."""
 
 import dataclasses
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
 from penstock.engine.modelled import ModelledOptions
-from penstock.service.deployment_file import parse, registry_in
+from penstock.service.deployment_file import parse, parse_all, registry_in
 from penstock.service.policies import BUNDLES
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -431,16 +433,99 @@ def test_whatever_stands_there_the_answer_is_a_deployment_or_lines(content):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_are_in_order(recipe):
-    deployment = parse(recipe.name, recipe.read_text(), TABLES)
-    assert deployment.server["port"] == 8000
-    assert not deployment.warnings
+    for deployment in parse_all(recipe.name, recipe.read_text(), TABLES):
+        assert deployment.server["port"] == 8000
+        assert not deployment.warnings
 
 
 def test_there_are_recipes():
-    assert {path.stem for path in RECIPES} >= {"colocated", "disaggregated", "paced-16"}
+    assert {path.stem for path in RECIPES} >= {"colocated", "disaggregated", "paced-16", "two-models"}
 
 
 def test_a_modelled_engine_has_the_options_of_the_file_and_no_others():
     ours = {option.key.replace("enable_prefix_caching", "prefix_cache") for option in TABLES.modelled}
     theirs = {field.name for field in dataclasses.fields(ModelledOptions)}
     assert ours == theirs - {"model", "seed"}
+
+
+# --- several models behind one endpoint
+
+TWO = """
+frontends: 2
+models:
+- {name: small, model: demo, instances: [{count: 2}]}
+- {name: big, model: demo, served-model-name: [large, big], policy: round_robin, instances: [{name: e}]}
+"""
+
+
+def read_all(text, **more):
+    return parse_all("up.yaml", text, TABLES, **more)
+
+
+def test_each_model_is_a_deployment_of_its_own_behind_one_endpoint():
+    small, big = read_all(TWO)
+    assert [each.prefix for each in (small, big)] == ["small/", "big/"]
+    assert [group.instances for group in (*small.groups, *big.groups)] == [
+        ["small/engine-0", "small/engine-1"],
+        ["big/e-0"],
+    ]
+    assert (small.names, big.names) == (["small"], ["large", "big"])
+    assert (small.policy, big.policy) == ("unified", "round_robin")
+    assert (small.server, small.frontends, small.restart) == (big.server, big.frontends, big.restart)
+    assert small.server["port"] == 8000
+
+
+def test_a_model_alone_is_an_entry_too_but_for_the_names_of_its_processes():
+    inner = "model: demo, chat-template: x, kv-pool: {orphans: 3}, instances: [{}]"
+    (one,) = read_all(f"models: [{{name: a, {inner}}}]")
+    alone = read("\n".join(inner.split(", ")))
+    assert replace(one, prefix="", groups=alone.groups, options=alone.options) == alone
+    assert one.options == {**alone.options, "served_model_name": ("a",)}
+    assert [replace(group, name=group.name.removeprefix("a/")) for group in one.groups] == list(alone.groups)
+
+
+def test_masters_of_several_models_listen_on_ports_of_their_own():
+    small, big = read_all(TWO + "cluster: {port: 7000}")
+    assert (small.cluster.port, big.cluster.port) == (7000, 7001)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (TWO + "policy: unified", "policy: 'unified', allowed is policy in each entry of models"),
+        (TWO + "instances: [{}]", "instances: a list, allowed is instances in each entry of models"),
+        (TWO.replace("big, model", "small, model"), "models[1]: name: 'small' is another entry's too"),
+        (TWO.replace("[large, big]", "small"), "models[1]: served-model-name: 'small' is another entry's too"),
+        (TWO.replace("name: big", "name: Big"), "models[1].name: 'Big', allowed are up to 16 small letters"),
+        (TWO.replace("name: big", "name: responses"), "models[1].name: 'responses', allowed are"),
+        (TWO.replace("name: big, ", ""), "models[1]: name: missing, and there is no default"),
+        (TWO.replace("model: demo, served", "port: 3, served"), "models[1].port: no such setting here"),
+        (TWO.replace("model: demo, served", "served"), "models[1]: model: missing"),
+        ("models: []", "models: 0 entries, allowed is a list of 1 to 64 models"),
+        (TWO + "launcher: ray", "launcher: 'ray', allowed with several models is local"),
+        (
+            TWO + "cluster: {registry: 'etcd://10.0.0.1:2379/x', secret: s}",
+            "registry: 'etcd://10.0.0.1:2379/x', allowed",
+        ),
+        (TWO + "cluster: {port: 65535}", "cluster: port: 65535, allowed is at most 65534"),
+    ],
+)
+def test_what_is_wrong_with_several_models(text, complaint):
+    with pytest.raises(ConfigError) as refused:
+        read_all(text)
+    assert complaint in str(refused.value)
+
+
+def test_memory_is_asked_of_one_host_by_all_models():
+    text = TWO.replace("instances", "engine: {device: cpu, kv-cache-memory: 4G}, instances")
+    assert len(read_all(text, memory=12 << 30)) == 2
+    with pytest.raises(ConfigError, match=re.escape("models[1].engine.kv-cache-memory: 4.0 GiB for each of 1, 12.0")):
+        read_all(text, memory=11 << 30)
+    shares = TWO.replace("instances", "engine: {device: cuda, gpu-memory-utilization: 0.4}, instances")
+    with pytest.raises(ConfigError, match=r"shares of cuda:0 add up to 1\.2"):
+        read_all(shares)
+
+
+def test_where_one_model_is_wanted_several_are_refused():
+    with pytest.raises(ConfigError, match=r"up\.yaml: models: 2 of them, allowed here is one"):
+        read(TWO)

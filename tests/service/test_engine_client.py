@@ -8,6 +8,7 @@ import pytest
 from penstock.core.clock import SystemClock
 from penstock.core.errors import Unavailable
 from penstock.core.wire.master import Endpoint
+from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
 from penstock.sched.cluster import DISPATCH, Decision, Later
 from penstock.service import engine_client
@@ -151,7 +152,7 @@ def test_what_an_instance_can_take_waits_as_long_as_the_policy_wants():
         await until(lambda: service.master.waiting == 40)
         await until(lambda: not service.master._unplaceable)
         service.engine_client.tick()
-        assert b'num_requests_waiting{engine="master",model_name="m"} 40.0' in service.metrics.render()[0]
+        assert b'num_requests_waiting{engine="master",model_name="m"} 40.0' in Exposition([service.metrics]).render()[0]
         await asyncio.sleep(MASTER_LEARNS + 2 * TICK)
         assert not any(asker.error for asker in askers)
         service.engine_client.release(["r39"])

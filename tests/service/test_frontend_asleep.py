@@ -8,8 +8,10 @@ import pytest
 
 from penstock.api.app import create_app
 from penstock.core.wire.engine import Sleep, Slept, StepReport, WakeUp
+from penstock.obs.exposition import Exposition
 from penstock.service.checkpoint import DEMO
 from penstock.service.instances import ChannelLost
+from penstock.service.models import Models
 from penstock.text.tokenizer import Tokenizer
 from tests.helpers.frontends import run
 from tests.helpers.scripted import STATS
@@ -25,7 +27,7 @@ def tokenizer():
 
 
 def client_of(frontend, *, sleep_mode=True):
-    app = create_app(frontend, frontend.metrics, sleep_mode=sleep_mode)
+    app = create_app(Models([frontend]), Exposition([frontend.metrics]), sleep_mode=sleep_mode)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -69,7 +71,7 @@ def test_all_engines_sleep_and_wake_up(tokenizer):
                 refused = await client.post(path, json=body)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
                 assert refused.json()["error"]["message"] == "sleeping: POST /wake_up has it serve again"
-            shown = frontend.metrics.render()[0].decode()
+            shown = Exposition([frontend.metrics]).render()[0].decode()
             assert 'engine_sleep_state{engine="a",model_name="m",sleep_state="discard_all"} 1.0' in shown
             assert 'engine_sleep_state{engine="a",model_name="m",sleep_state="awake"} 0.0' in shown
             b.say(Slept(1, 1, 2))

@@ -17,7 +17,7 @@ from penstock.service.change import Running
 from penstock.service.checkpoint import file_states, fingerprint
 from penstock.service.deployment_file import parse
 from penstock.service.follower import Follower
-from penstock.service.launcher import LOOK, Launcher
+from penstock.service.launcher import LOOK, Launcher, Registration
 from penstock.service.launchers import Launchers
 from penstock.service.registry import LocalRegistry
 from penstock.service.supervisor import Program, RestartPolicy, Supervisor
@@ -77,8 +77,15 @@ class Machine:
         programs = self.plan(deployment, checkpoint, names)
         supervisor = Supervisor(programs, RestartPolicy(backoff=0.1, limit=5, heartbeat_timeout=5.0), 1.0)
         digest = fingerprint(checkpoint)
+        self.registration = registration = Registration(master="m", digest=digest)
         self.launcher = launcher = Launcher(
-            programs, supervisor, world.clock, {}, master="m", model=digest, drain=1.0 if joined else None, engines=self
+            programs,
+            supervisor,
+            world.clock,
+            {},
+            registrations=[registration],
+            drain=1.0 if joined else None,
+            engines=self,
         )
         launcher._wire, launcher._host = self, f"{name}/{world.number()}"
         running = Running(
@@ -87,10 +94,10 @@ class Machine:
         self.questions_, self.answers, self.gone = [], [], False
         if joined:
             read = lambda model, policy: (self.deployment(model), Path(model))  # noqa: E731
-            self.changes = Follower(launcher, running, read, self.plan, lambda wanted: None)
+            self.changes = Follower(launcher, registration, running, read, self.plan, lambda wanted: None)
         else:
             read = lambda question: (self.deployment(question["model"]), Path(question["model"]))  # noqa: E731
-            self.changes = Upgrades(self, launcher, running, read, self.plan, [], lambda wanted: None)
+            self.changes = Upgrades(self, launcher, registration, running, read, self.plan, [], lambda wanted: None)
 
     def deployment(self, model):
         text = f"policy: round_robin\nserved-model-name: m\ninstances: [{{name: {self.name}, count: {COUNT}}}]\n"
@@ -239,18 +246,18 @@ class World:
 
     def describe(self):
         lines = [
-            f"{m.launcher._host}: {m.launcher.model[:4]} other {m.launcher.other[:4]} {m.serving()} of {set(m.alive())}"
-            f" {m.launcher.progress} orders {m.launcher.orders}"
+            f"{m.launcher._host}: {m.registration.digest[:4]} other {m.registration.other[:4]}"
+            f" {m.serving()} of {set(m.alive())} {m.registration.progress} orders {m.registration.orders}"
             for m in self.machines
         ]
         return "\n".join([*lines, str(self.main.answers[-3:])])
 
     def settled(self):
         """All serve the same, and nothing else runs."""
-        model, ready = self.main.launcher.model, self.ready()
+        model, ready = self.main.registration.digest, self.ready()
         return self.main.changes._under_way is None and all(
-            machine.launcher.model == model
-            and not machine.launcher.other
+            machine.registration.digest == model
+            and not machine.registration.other
             and len(machine.alive()) == COUNT
             and all(name in ready for name in machine.alive())
             and {fingerprint(Path(e.checkpoint)) for e in machine.alive().values()} == {model}

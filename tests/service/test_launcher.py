@@ -22,7 +22,7 @@ from penstock.core.wire.codec import encode
 from penstock.core.wire.engine import Shutdown, decode_command
 from penstock.core.wire.master import HostRefused, HostTaken, StartInstance, StopInstance, decode_to_master
 from penstock.service.deployment_file import parse
-from penstock.service.launcher import Launcher
+from penstock.service.launcher import Launcher, Registration
 from penstock.service.process import TO_ALL
 from penstock.service.programs import plan
 from penstock.service.spawner import LocalProcess, LocalSpawner
@@ -44,8 +44,9 @@ def shell(name, script, kind="frontend", **more):
     return Program(name=name, kind=kind, command=("/bin/sh", "-c", script), **more)
 
 
-def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, **more):
+def launch(programs, drive=lambda: None, backoff=0.01, limit=3, environments=None, master=None, givers=None, **more):
     """Run until the end, while `drive` runs beside it."""
+    more["registrations"] = [Registration(master=master, givers_file=givers)]
     restart = RestartPolicy(backoff=backoff, limit=limit, heartbeat_timeout=1)
     supervisor = Supervisor(programs, restart, drain_timeout=5)
     thread = threading.Thread(target=drive)
@@ -237,7 +238,10 @@ def settings(deployment):
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(deployment.frontends)]
     try:
         programs = plan(
-            deployment, Path("/models/x"), Path("/run/p"), listeners, lambda group, n: {**group.options, "n": n}
+            [(deployment, Path("/models/x"))],
+            Path("/run/p"),
+            listeners,
+            lambda directory, group, n: {**group.options, "n": n},
         )
         ports = [listener.getsockname()[1] for listener in listeners]
     finally:
@@ -271,14 +275,11 @@ transport: {lease: 2, faults: {drop: 0.1, only: [Push]}}
     where = "unix:/run/p/decode-1.transport"
     assert engine["transport"] == {"kind": "shared", "address": where, "tls": None, "faults": faults}
     assert programs["decode-1"].role == "decode"
-    assert told["master"]["address"] == told["frontend-0"]["master"]
+    (model,) = told["frontend-0"]["models"]
+    assert model["master"] == told["master"]["address"]
+    assert (model["options"]["names"], model["options"]["directory"]) == (["demo"], "/models/x")
     server = told["frontend-1"]["server"]
-    assert (server["names"], server["directory"], server["seed"], server["port"]) == (
-        ["demo"],
-        "/models/x",
-        4,
-        ports[1],
-    )
+    assert (server["seed"], server["port"]) == (4, ports[1])
     assert programs["frontend-1"].descriptors == (told["frontend-1"]["listen_fd"],)
     assert programs["frontend-0"].descriptors != programs["frontend-1"].descriptors
 
@@ -573,10 +574,10 @@ def test_a_host_that_joins_says_whether_the_master_takes_it(answers, tmp_path, c
 def test_who_gives_weights_is_written_down_as_soon_as_the_disk_has_room(tmp_path, caplog):
     file, givers = tmp_path / "full" / "givers", {"e": "tcp:there:1"}
     supervisor = Supervisor([], RestartPolicy(backoff=1, limit=0, heartbeat_timeout=1), drain_timeout=5)
-    launcher = Launcher([], supervisor, SystemClock(), {}, givers=file)
+    launcher, registration = Launcher([], supervisor, SystemClock(), {}), Registration(givers_file=file)
     for _ in range(3):
-        launcher._pass_on(givers)
+        launcher._pass_on(registration, givers)
     assert caplog.text.count("are not told who gives weights") == 1
     file.parent.mkdir()
-    launcher._pass_on(givers)
+    launcher._pass_on(registration, givers)
     assert lines(file) == ['{"e": "tcp:there:1"}']

@@ -381,3 +381,30 @@ def test_a_program_by_itself_is_stopped_and_started_as_it_is_told():
     ours.exited("master", 0, 300)
     assert said(ours, 300) == []
     assert ours.over
+
+
+def of_model(name):
+    return [
+        Program(name=f"{name}/master", kind="master", command=(), model=f"{name}/"),
+        Program(name=f"{name}/engine-0", kind="engine", command=(), model=f"{name}/"),
+    ]
+
+
+@pytest.mark.parametrize("failed", ["master", "engine-0"])
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_model_that_fails_for_good_leaves_the_others_serving(failed, code):
+    ours = supervisor([*of_model("a"), *of_model("b"), FRONTEND], limit=0)
+    said(ours, 0)
+    sentence = ours.exited(f"a/{failed}", code, 1)
+    assert sentence.endswith("; a is given up, and the other models serve on")
+    assert not ours.stopping
+    assert said(ours, 1000) == []
+    last = ours.exited(f"b/{failed}", code, 2)
+    assert (ours.stopping, ours.exit_code, ours.failure) == (True, code, last)
+
+
+def test_without_a_frontend_there_is_nothing_whatever_the_models_do():
+    ours = supervisor([*of_model("a"), *of_model("b"), FRONTEND], limit=0)
+    said(ours, 0)
+    ours.exited("frontend-0", 1, 1)
+    assert ours.stopping

@@ -15,6 +15,7 @@ from penstock.service.checkpoint import DEMO, file_states, fingerprint
 from penstock.service.control import ControlSocket, ask
 from penstock.service.deployment_file import parse
 from penstock.service.difference import difference
+from penstock.service.launcher import Registration
 from penstock.service.rollout import Rollout, Step
 from penstock.service.supervisor import Program
 from penstock.service.upgrade import Upgrades
@@ -201,7 +202,7 @@ def asked(tmp_path):
         names={"engine-0": "engine-0.1", "engine-1": "engine-1"},
     )
     programs = {name: program(name) for name in ("engine-0", "engine-1")}
-    launcher = SimpleNamespace(stopping=False, programs=programs, said=None, hears=False)
+    launcher = SimpleNamespace(stopping=False, programs=programs)
 
     def read(question):
         return deployment(question["text"]), tmp_path / question.get("model", "model")
@@ -209,7 +210,7 @@ def asked(tmp_path):
     def plan(wanted, directory, names):
         return [program(name) for name in names.values()]
 
-    upgrades = Upgrades(ControlSocket(tmp_path), launcher, running, read, plan, [], lambda wanted: None)
+    upgrades = Upgrades(ControlSocket(tmp_path), launcher, Registration(), running, read, plan, [], lambda wanted: None)
     over = threading.Event()
 
     def look():

@@ -13,13 +13,15 @@ export function cluster(section) {
   const changes = []; // of instances' states that were seen here, the newest first
   let watching = null; // an AbortController
   let trouble = "";
+  let served = []; // names, one of each model
+  let chosen = ""; // one of them; "" for the only one
 
   async function watch() {
     watching?.abort();
     const mine = (watching = new AbortController());
     while (!mine.signal.aborted) {
       try {
-        const response = await ask("overview/stream", { signal: mine.signal });
+        const response = await ask(`overview/stream${chosen && `?model=${encodeURIComponent(chosen)}`}`, { signal: mine.signal });
         for await (const { event, data } of events(response)) {
           if (mine.signal.aborted) return;
           const told = JSON.parse(data);
@@ -34,7 +36,7 @@ export function cluster(section) {
         }
       } catch (error) {
         if (error.name === "AbortError") return;
-        trouble = error.message;
+        trouble = error.status === 400 && !served.length ? "" : error.message; // it will be known whose cluster this is
         draw();
         if (error.status === 401 || error.status === 403) return;
       }
@@ -67,9 +69,28 @@ export function cluster(section) {
     else if (shown) watch();
   });
 
+  /** Another model is looked at from now on. */
+  function choose(name) {
+    const wanted = served.length > 1 ? (served.includes(name) ? name : served[0]) : "";
+    if (wanted === chosen) return;
+    chosen = wanted;
+    looks.length = changes.length = 0;
+    trouble = "";
+    for (const part of Object.values(parts)) part.replaceChildren();
+    const options = served.map((each) => el("option", { value: each, selected: each === chosen }, each));
+    place("model", "div.of-model", el("label", {}, "Model ", el("select", { onchange: (event) => { location.hash = `#cluster/${encodeURIComponent(event.target.value)}`; } }, options)));
+    section.prepend(parts.model);
+  }
+
   return {
-    enter: () => {
+    models: (names) => {
+      served = names;
+      choose(decodeURIComponent(location.hash.match(/^#cluster\/(.*)/)?.[1] ?? chosen));
+      if (shown) watch();
+    },
+    enter: (name) => {
       shown = true;
+      choose(name || chosen);
       if (!looks.length && !trouble) place("trouble", "div", el("p.empty", {}, "Looking …"));
       watch();
     },

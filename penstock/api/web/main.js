@@ -49,9 +49,11 @@ async function hello() {
   try {
     const models = await get("v1/models");
     const { version } = await get("version");
-    link.textContent = `${models.data[0].id}, penstock ${version}`;
+    const served = [...new Set(models.data.map((card) => card.root))];
+    link.textContent = `${served.join(", ")}, penstock ${version}`;
     link.classList.remove("bad");
     views.chat.models(models.data);
+    views.cluster.models(served);
   } catch (error) {
     link.textContent = error.message;
     link.classList.add("bad");
