@@ -31,6 +31,7 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
+from penstock.nn.linear import Linear
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -324,7 +325,7 @@ def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool, *, win
 
 def _shape(model: Decoder) -> ModelShape:
     config = model.config
-    return ModelShape(
+    shape = ModelShape(
         layers=config.num_layers,
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -336,3 +337,8 @@ def _shape(model: Decoder) -> ModelShape:
         bytes_per_value=model.dtype.itemsize,
         windows=config.windows,
     )
+    if not model.quantised:
+        return shape
+    layers = sum(part.weight_bytes for part in model.model.layers.modules() if isinstance(part, Linear))
+    head = model.head.weight_bytes / model.head.weight.shape[0] / shape.hidden
+    return replace(shape, layer_bits=8 * layers * model.shard.size / shape.layer_params, head_bits=8 * head)

@@ -80,6 +80,3 @@ class PackedWeight(nn.Module):
                 lines = part.view(-1, self.steps, groups, LANES, self.in_word)
                 rows.append(lines.permute(0, 2, 3, 1, 4).reshape(-1, self.steps * self.in_word))
         return torch.cat(rows)[: self.shape[0], : self.shape[1]]
-
-
-Weight = nn.Parameter | PackedWeight  # [outs, ins]

@@ -142,6 +142,7 @@ def test_the_flags_of_serve():
             "otlp-traces-endpoint",
             "pooling",
             "port",
+            "quantization",
             "record-requests",
             "record-requests-size",
             "scheduling-policy",

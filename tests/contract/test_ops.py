@@ -24,6 +24,9 @@ from penstock.nn.native.isa import sets_here
 from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
 from penstock.nn.ops.sample import GOLDEN, MASK, mix
 from penstock.nn.packed import PackedWeight
+from penstock.nn.packed_quantised import PackedQuantisedWeight
+from penstock.nn.quantised import SCALES, Codes, QuantisedWeight
+from tests.helpers.quantised import random_pieces
 
 HERE = [one.name for one in sets_here()]
 BEST = HERE[-1] if HERE else None
@@ -177,6 +180,22 @@ def choice(name: str, data, rows: int, dtype: torch.dtype):
     return rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted, last
 
 
+def quantised_weight(kind_of_weight, data, outs: int, ins: int, device: str, dtype: torch.dtype):
+    """Of any codes, with values as those of `rand`."""
+    bits, kind = data.draw(
+        st.sampled_from([(2, "integer"), (3, "integer"), (4, "integer"), (8, "integer"), (8, "e4m3")])
+    )
+    group = data.draw(st.sampled_from([0, 32, 64, 128]))
+    zeros = kind == "integer" and data.draw(st.booleans())
+    whole = not group or ins % group == 0
+    scales = data.draw(st.sampled_from(SCALES))
+    codes = Codes(bits, kind, group, zeros, whole and data.draw(st.booleans()), scales)
+    weight = kind_of_weight(outs, ins, codes, dtype, torch.device(device))
+    weight.prepare()
+    weight.put(0, random_pieces(outs, ins, codes))
+    return weight
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -197,6 +216,16 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     if name == "packed_rows":
         weight = PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1))))
         return (weight, torch.randint(0, 150, (rows,))), []
+    if "quantised" in name:
+        outs, ins = data.draw(st.sampled_from([1, 16, 63, 150])), width + data.draw(st.sampled_from([0, 1, 200]))
+        of = PackedQuantisedWeight if name.startswith("packed") else QuantisedWeight
+        weight, bias = (
+            quantised_weight(of, data, outs, ins, device, dtype),
+            data.draw(st.sampled_from([None, rand(outs)])),
+        )
+        if name.endswith("rows"):
+            return (weight, torch.randint(0, outs, (rows,)).to(device)), []
+        return (rand(rows, ins), weight, bias, torch.float32 if data.draw(st.booleans()) else dtype), []
     if name == "rms_norm":
         return (rand(rows, width), weight_of(width), 1e-6), []
     if name == "add_rms_norm":
