@@ -36,8 +36,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--isa",
         metavar="NAME",
-        help="measure kernels of this instruction set, and compile them if need be (default: of the best one, and of "
-        "others that are compiled)",
+        default=os.environ.get("PENSTOCK_ISA"),
+        help="measure kernels of this instruction set, and compile them if need be (default: PENSTOCK_ISA, or the best "
+        "one and others that are compiled)",
     )
     parser.set_defaults(run=run)
 
@@ -127,11 +128,8 @@ def _kernels(isa: str | None) -> Iterator[Row]:
     used = native.isa()
     for one in reversed(chosen):
         if isa is None and one != used and find_library(one) is None:
-            yield (
-                f"kernels {one.name}",
-                "note",
-                f"not compiled yet; penstock doctor --isa {one.name} does, and measures",
-            )
+            found = f"not compiled yet; penstock doctor --isa {one.name} does, and measures"
+            yield f"kernels {one.name}", "note", found
             continue
         native.use(one.name)
         if (reason := native.missing()) is not None:
@@ -149,19 +147,17 @@ def _of_set(name: str, used: bool) -> Iterator[Row]:
     from penstock.nn.ceilings import measure_ceilings, measure_kernels
 
     most = measure_ceilings(KERNEL_SECONDS)
-    yield (
-        f"kernels {name}",
-        "ok",
+    speeds = (
         f"{'used, ' * used}{native.threads()} threads: at most {most.flops / 1e9:.0f} GFLOP/s of bfloat16, "
-        f"{most.float32 / 1e9:.0f} of float32, reads {most.bandwidth / 1e9:.0f} GB/s",
+        f"{most.float32 / 1e9:.0f} of float32, reads {most.bandwidth / 1e9:.0f} GB/s"
     )
+    yield f"kernels {name}", "ok", speeds
     for kernel in measure_kernels(KERNEL_SECONDS):
-        yield (
-            f"  {kernel.name}",
-            "ok",
+        near = (
             f"{kernel.flops / 1e9:.0f} GFLOP/s ({kernel.flops / most.flops:.0%}), "
-            f"{kernel.bytes / 1e9:.1f} GB/s ({kernel.bytes / most.bandwidth:.0%} of reads)",
+            f"{kernel.bytes / 1e9:.1f} GB/s ({kernel.bytes / most.bandwidth:.0%} of reads)"
         )
+        yield f"  {kernel.name}", "ok", near
 
 
 def _speed(save: Path | None, model: str | None) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from penstock.nn.kv import LayerKV
 from penstock.nn.packed import PackedWeight
 
 MEMORY_READ = 256 << 20  # bytes, more than any cache
-MULTIPLIED = 2_000_000  # so many times in a row: tens of ms, in which a core comes down from what it can for a moment
+MULTIPLIED = 400_000  # times in a row: a few ms, as long as kernels take here
 ROWS = (1, 16, 256)  # of the product with a weight
 OUTS, MANY_OUTS, INS = 3072, 65536, 1024  # what one row is multiplied with is larger than caches
 PROMPT = 512
@@ -54,8 +54,7 @@ def measure_ceilings(seconds: float) -> Ceilings:
     bandwidth = MEMORY_READ / _best(lambda: native.read(memory), seconds)
 
     def flops(dtype: torch.dtype) -> float:
-        times = MULTIPLIED // 16
-        return native.multiply(times, dtype) / _best(lambda: native.multiply(times, dtype), seconds)
+        return native.multiply(MULTIPLIED, dtype) / _best(lambda: native.multiply(MULTIPLIED, dtype), seconds)
 
     return Ceilings(bandwidth, flops(torch.bfloat16), flops(torch.float32))
 

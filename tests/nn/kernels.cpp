@@ -9,6 +9,7 @@
 #include "gemm.h"
 #include "pack.h"
 #include "pool.h"
+#include "quantised.h"
 #include "rows.h"
 #include "sample.h"
 
@@ -21,6 +22,8 @@ void penstock_argmax(const float*, int64_t, int64_t, int64_t*, uint8_t*);
 int64_t penstock_bounded_logits_bf16(const void*, int64_t, int64_t, uint8_t*, float*);
 void penstock_choose_bf16(const void*, int64_t, int64_t, const void*, const float*, const bf16*, int64_t, int64_t,
                           const Draw*, const int64_t*, int64_t, const uint32_t*, int64_t, int64_t*);
+int64_t penstock_quantised_bytes(const Quantised*);
+void penstock_quantised_put(const Quantised*, int64_t, int64_t, const uint8_t*, const char*, const char*);
 }
 
 namespace {
@@ -47,6 +50,18 @@ std::vector<T> noise(int64_t count) {
     for (T& x : found) x = from<T>(normal(generator));
     return found;
 }
+// A number that float16 and bfloat16 have both, below the smallest normal one of float16 too, and its bits there.
+struct Half {
+    float value;
+    uint16_t float16;
+
+    explicit Half(uint32_t random) {
+        const int fraction = random & 127, exponent = random >> 7 & 15;
+        float16 = static_cast<uint16_t>(exponent << 10 | fraction << 3 | (random >> 11 & 1) << 15);
+        const float size = exponent ? std::ldexp(128.0f + fraction, exponent - 22) : std::ldexp(1.0f * fraction, -21);
+        value = float16 & 0x8000 ? -size : size;
+    }
+};
 template <class T>
 bool equal(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
@@ -140,6 +155,84 @@ void attends(int64_t rows, int64_t kv_heads, int64_t group, int64_t dim, int64_t
     check(equal(whole, apart), "attention's bits in chunks");
 }
 
+float e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float size = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(1.0f * fraction, -9);
+    return code & 128 ? -size : size;
+}
+
+// Of few bits: rows of the weight, and products with inputs, which are rounded to 8 bits where codes are whole.
+template <class T>
+void quantised(int64_t outs, int64_t ins, int64_t bits, int64_t group, Scales type, bool has_zeros, bool ordered) {
+    Quantised weight{nullptr, outs, ins, group, bits, type, has_zeros, has_zeros ? 0 : int64_t{1} << (bits ? bits - 1 : 0), nullptr};
+    const int64_t width = weight.width(), groups = (ins + width - 1) / width, size = type == FLOAT32 ? 4 : 2;
+    std::vector<int32_t> order(ins);
+    for (int64_t i = 0; i < ins; i++) order[i] = static_cast<int32_t>((i * 7 + 3) % ins);
+    if (ordered) weight.order = order.data();
+    std::vector<uint8_t> codes(outs * ins);
+    for (uint8_t& code : codes) {
+        code = static_cast<uint8_t>(generator() & ((1 << (bits ? bits : 8)) - 1));
+        if (!bits && (code & 127) == 127) code = 0;  // no number
+    }
+    std::vector<float> heads[2];
+    std::vector<char> bytes[2];
+    for (int kind = 0; kind < 2; kind++)
+        for (int64_t i = 0; i < outs * groups; i++) {
+            const Half half(generator());
+            const bf16 narrowed = narrow(half.value);
+            const void* from = type == FLOAT32 ? static_cast<const void*>(&half.value) : type == FLOAT16 ? &half.float16
+                                                                                                          : static_cast<const void*>(&narrowed);
+            heads[kind].push_back(half.value);
+            bytes[kind].insert(bytes[kind].end(), static_cast<const char*>(from), static_cast<const char*>(from) + size);
+        }
+    std::vector<Line> lines(penstock_quantised_bytes(&weight) / sizeof(Line), Line{});
+    weight.lines = lines.data();
+    penstock_quantised_put(&weight, 0, outs, codes.data(), bytes[0].data(), has_zeros ? bytes[1].data() : nullptr);
+
+    std::vector<float> dense(outs * ins), found(outs * ins);  // in x's order
+    std::vector<int64_t> all(outs);
+    for (int64_t out = 0; out < outs; out++) {
+        all[out] = out;
+        for (int64_t i = 0; i < ins; i++) {
+            const int64_t at = out * groups + i / width;
+            const float zero = has_zeros ? heads[1][at] : weight.zero, code = codes[out * ins + i];
+            dense[out * ins + (ordered ? order[i] : i)] = heads[0][at] * (bits ? code - zero : e4m3(codes[out * ins + i]));
+        }
+    }
+    gather(weight, all.data(), outs, found.data());
+    for (size_t i = 0; i < dense.size(); i++) check(near(found[i], dense[i], 1e-6), "a weight of few bits");
+
+    const int64_t rows = 70;
+    auto x = noise<T>(rows * ins);
+    std::vector<float> whole(rows * outs);
+    linear(weight, x.data(), ins, rows, static_cast<const T*>(nullptr), whole.data(), outs);
+    for (int64_t row = 0; row < rows; row += 7) {
+        std::vector<float> rounded(ins);
+        for (int64_t begin = 0; begin < ins; begin += width)
+            for (int64_t first = begin; first < std::min(ins, begin + width); first += RUN) {
+                const int64_t end = std::min({ins, begin + width, first + RUN});
+                const auto input = [&](int64_t i) { return widen(x[row * ins + (ordered ? order[i] : i)]); };
+                float most = 0;
+                for (int64_t i = first; i < end; i++) most = std::max(most, std::fabs(input(i)));
+                for (int64_t i = first; i < end; i++)
+                    rounded[ordered ? order[i] : i] = bits ? std::nearbyint(input(i) * (127.0f / most)) * (most / 127.0f) : input(i);
+            }
+        for (int64_t out = 0; out < outs; out++) {
+            double sum = 0, size = 0;
+            for (int64_t i = 0; i < ins; i++) {
+                sum += static_cast<double>(rounded[i]) * dense[out * ins + i];
+                size += std::fabs(rounded[i] * dense[out * ins + i]);
+            }
+            check(std::fabs(whole[row * outs + out] - sum) <= 1e-4 * size, "a product of few bits");
+        }
+    }
+    for (int64_t some = 1; some < 15; some++) {
+        std::vector<float> apart(some * outs);
+        linear(weight, x.data(), ins, some, static_cast<const T*>(nullptr), apart.data(), outs);
+        check(std::memcmp(apart.data(), whole.data(), apart.size() * 4) == 0, "a row's bits among others, of few bits");
+    }
+}
+
 void rows_of_numbers() {
     const int64_t width = 333;
     const auto x = noise<bf16>(3 * width), weight = noise<bf16>(width);
@@ -168,7 +261,8 @@ void chooses(int64_t outs, int64_t ins) {
     std::vector<float> bounds(3 * shape.groups() * LANES), logits(9 * outs);
     check(penstock_bounded_logits_bf16(lines.memory.data(), outs, ins, reinterpret_cast<uint8_t*>(codes.data()), bounds.data()),
           "bounds");
-    linear<bf16, float>({lines.memory.data(), outs, ins}, x.data(), ins, 9, nullptr, logits.data(), outs);
+    const Packed<bf16> packed{lines.memory.data(), outs, ins};
+    linear<bf16, float>(packed, x.data(), ins, 9, nullptr, logits.data(), outs);
     std::vector<Draw> greedy(9, Draw{});
     std::vector<int64_t> tokens(9), largest(9);
     std::vector<uint8_t> finite(9);
@@ -193,6 +287,13 @@ int main() {
         attends<float, float>(200, 2, 2, 16, window);
         attends<float, int8_t>(200, 1, 8, 8, window);
     }
+    for (int64_t bits : {0, 2, 3, 4, 8})
+        for (int64_t group : {0, 32, 128})
+            for (Scales type : {FLOAT32, FLOAT16, BFLOAT16}) {
+                const bool zeros = bits && type != BFLOAT16;
+                quantised<bf16>(130, 333, bits, group, type, zeros, false);
+                quantised<float>(33, 256, bits, group, type, bits && !zeros, true);
+            }
     rows_of_numbers();
     chooses(700, 70);
     if (!failures) std::puts("fine");

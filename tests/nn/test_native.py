@@ -51,6 +51,21 @@ def test_sources_that_do_not_compile_are_told_in_a_line_and_leave_nothing(tiny, 
     assert [path for path in tmp_path.iterdir() if path != tiny] == []
 
 
+@needs_kernels
+def test_a_wheels_library_is_taken_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(builder, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(builder, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(builder, "IN_WHEEL", tmp_path)
+    other = tmp_path / f"penstock-not_{BEST.name}-1.so"
+    other.touch()
+    assert builder.find_library(BEST) is None
+    with pytest.raises(builder.BuildError, match=r"no C\+\+ compiler"):
+        builder.build_library(BEST)
+    library = tmp_path / f"penstock-{BEST.name}-1.so"
+    library.touch()
+    assert builder.find_library(BEST) == builder.build_library(BEST) == library
+
+
 def test_without_a_compiler_everything_runs_as_plain_torch(monkeypatch, caplog):
     monkeypatch.setattr(builder, "COMPILERS", ("no-such-compiler",))
     native._load.cache_clear()
@@ -174,7 +189,9 @@ def test_a_wheel_serves_without_a_compiler(tmp_path):
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "docs")
     shutil.copytree(ROOT, source, ignore=ignored)
-    building = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
+    archive = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"]
+    subprocess.run(archive, cwd=source, check=True, timeout=300, stdout=subprocess.DEVNULL)  # as python -m build does
+    building = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, *tmp_path.glob("*.tar.gz")]
     subprocess.run(building, check=True, timeout=1800)
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(rf"penstock-.*-py3-none-manylinux_2_\d+_{platform.machine()}.whl", wheel.name)
