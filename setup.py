@@ -5,9 +5,11 @@ pip wheel --no-deps -C--build-option=--plat-name=linux_aarch64 .                
 """
 
 import logging
+import os
 import re
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 sys.modules[native.__name__] = native
 
 from penstock.nn.native.build import BuildError, compile_library, find_compiler, library_name  # noqa: E402
-from penstock.nn.native.isa import SETS  # noqa: E402
+from penstock.nn.native.isa import SETS, InstructionSet  # noqa: E402
 
 # nothing of the machine that builds is needed but its C library, of which symbols say how new it must be
 LINKING = ("-static-libstdc++", "-static-libgcc", "-s")
@@ -42,17 +44,17 @@ class BuildKernels(build_py):
         if self.editable_mode:
             return
         wheel = self.get_finalized_command("bdist_wheel")
-        for isa in SETS:
-            if not wheel.plat_name.endswith(isa.machine):
-                continue
-            try:
+        sets = [isa for isa in SETS if wheel.plat_name.endswith(isa.machine)]
+        try:
+            for isa in sets:
                 find_compiler(isa.machine)
-            except BuildError as error:
-                log.warning("the wheel holds no kernels, which are compiled where it is installed: %s", error)
-                return
-            self._compile(isa)
+        except BuildError as error:
+            log.warning("the wheel holds no kernels, which are compiled where it is installed: %s", error)
+            return
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self.libraries = list(pool.map(self._compile, sets))
 
-    def _compile(self, isa) -> None:
+    def _compile(self, isa: InstructionSet) -> Path:
         library = Path(self.build_lib) / "penstock" / "nn" / "native" / "lib" / library_name(isa)
         library.parent.mkdir(parents=True, exist_ok=True)
         for old in library.parent.glob(f"penstock-{isa.name}-*.so"):
@@ -61,7 +63,7 @@ class BuildKernels(build_py):
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=self.build_lib) as scratch:
                 compile_library(isa, Path(scratch), LINKING).replace(library)
-        self.libraries.append(library)
+        return library
 
 
 class Wheel(bdist_wheel):

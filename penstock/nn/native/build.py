@@ -17,7 +17,7 @@ IN_WHEEL = SOURCES / "lib"  # of a wheel that holds them
 COMPILERS = ("c++", "g++", "clang++")
 # one arithmetic everywhere: a multiplication and an addition become one operation only where the source says so
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-pthread")
-SECONDS = 300  # that a compiler may take
+SECONDS = 1800  # that a compiler may take; half a minute on an idle core, but hosts that build are busy ones
 
 log = logging.getLogger("penstock.native")
 
