@@ -1,7 +1,7 @@
 """What pyproject.toml has no words for: a wheel holds the kernels compiled for every instruction set of its machine.
 
-pip wheel --no-deps .                                                           # for this kind of machine
-pip wheel --no-deps -C--build-option=--plat-name=linux_aarch64 .                # for another, by a cross compiler
+python -m build                                                           # for this kind of machine
+python -m build --wheel -C--build-option=--plat-name=linux_aarch64        # for another, by a cross compiler
 """
 
 import logging
@@ -24,7 +24,7 @@ native.__path__ = [str(ROOT / "penstock" / "nn" / "native")]
 sys.path.insert(0, str(ROOT))
 sys.modules[native.__name__] = native
 
-from penstock.nn.native.build import BuildError, compile_library, find_compiler, library_name  # noqa: E402
+from penstock.nn.native.build import BuildError, compile_library, library_name  # noqa: E402
 from penstock.nn.native.isa import SETS, InstructionSet  # noqa: E402
 
 # nothing of the machine that builds is needed but its C library, of which symbols say how new it must be
@@ -46,24 +46,22 @@ class BuildKernels(build_py):
         wheel = self.get_finalized_command("bdist_wheel")
         sets = [isa for isa in SETS if wheel.plat_name.endswith(isa.machine)]
         try:
-            for isa in sets:
-                find_compiler(isa.machine)
+            libraries = {isa: Path(self.build_lib) / "penstock/nn/native/lib" / library_name(isa) for isa in sets}
         except BuildError as error:
             log.warning("the wheel holds no kernels, which are compiled where it is installed: %s", error)
             return
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            self.libraries = list(pool.map(self._compile, sets))
-
-    def _compile(self, isa: InstructionSet) -> Path:
-        library = Path(self.build_lib) / "penstock" / "nn" / "native" / "lib" / library_name(isa)
-        library.parent.mkdir(parents=True, exist_ok=True)
-        for old in library.parent.glob(f"penstock-{isa.name}-*.so"):
-            if old != library:
+        for folder in {library.parent for library in libraries.values()}:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in set(folder.iterdir()) - set(libraries.values()):  # of another build in the same place
                 old.unlink()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(self._compile, libraries, libraries.values()))
+        self.libraries = list(libraries.values())
+
+    def _compile(self, isa: InstructionSet, library: Path) -> None:
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=self.build_lib) as scratch:
                 compile_library(isa, Path(scratch), LINKING).replace(library)
-        return library
 
 
 class Wheel(bdist_wheel):
