@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from penstock.engine.breakdown import Breakdown
 
-MEMORY_READ = 256 << 20  # bytes, more than any cache
 MULTIPLIED = 2_000_000  # so many times in a row: tens of ms, in which a core comes down from what it can for a moment
 MOST = 65536
 
@@ -27,7 +27,11 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     parser.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     parser.add_argument("--dtype")
     parser.add_argument("--kv-cache-dtype", default="auto", help="data type of KV: int8, fp8 or auto")
-    parser.add_argument("--isa", help="instruction set whose kernels are used, such as avx2")
+    parser.add_argument(
+        "--isa",
+        default=os.environ.get("PENSTOCK_ISA"),
+        help="instruction set whose kernels are used, such as avx2 (default: PENSTOCK_ISA, or the best one)",
+    )
     add_flag(parser, "decode", integer(1, MOST), nargs="*", default=[1, 16, 64], help="sequences of a decode step")
     add_flag(parser, "context", integer(1, MOST), default=128, help="tokens that each of them has")
     add_flag(parser, "prefill", integer(2, MOST), nargs="*", default=[512], help="tokens of a prompt")
@@ -101,6 +105,7 @@ def _ceilings(dtype: torch.dtype) -> dict[str, float]:
     import torch
 
     from penstock.nn import native
+    from penstock.nn.ceilings import MEMORY_READ
 
     if native.missing() is not None or dtype not in native.DTYPES:
         return {}

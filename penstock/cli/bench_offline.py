@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,11 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-address-mode", help="how a sequence's blocks are addressed: table, contiguous or auto")
     group.add_argument("--kv-layout", help="order of a KV block's bytes: block, token or auto")
     group.add_argument("--kv-cache-dtype", help="data type of KV: int8, fp8 or auto")
-    group.add_argument("--isa", help="instruction set whose kernels are used, such as avx2")
+    group.add_argument(
+        "--isa",
+        default=os.environ.get("PENSTOCK_ISA"),
+        help="instruction set whose kernels are used, such as avx2 (default: PENSTOCK_ISA, or the best one)",
+    )
     add_flag(group, "tensor-parallel-size", integer(1), help="ranks that the model is spread over")
     add_flag(group, "temperature", between(0, 2), default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)

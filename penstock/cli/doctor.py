@@ -16,6 +16,7 @@ from penstock.cli.devices import THIS_MACHINE, MeasuredSteps, measure, save_devi
 
 VECTOR_UNITS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 DEVELOPMENT = "penstock[dev]"
+KERNEL_SECONDS = 0.15  # for each value and kernel
 Row = tuple[str, str, str]  # what, "ok" | "missing" | "note", what was found
 
 
@@ -32,12 +33,19 @@ def add_parser(commands: Any) -> None:
         "--model",
         help="also measure steps of this model, and save what they take: a Hugging Face folder, a hub name, or demo",
     )
+    parser.add_argument(
+        "--isa",
+        metavar="NAME",
+        default=os.environ.get("PENSTOCK_ISA"),
+        help="measure kernels of this instruction set, and compile them if need be (default: PENSTOCK_ISA, or the best "
+        "one and others that are compiled)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 when something that serving needs is missing. Raises ConfigError when it cannot be saved, or
-    on a model that cannot be served."""
+    """Print the table; 1 when something that serving needs is missing. Raises ConfigError when it cannot be saved, and
+    on a model that cannot be served or an instruction set that is not there."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -46,19 +54,20 @@ def run(args: argparse.Namespace) -> int:
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
     save, console = None if args.save is None else Path(args.save) if args.save else saved_file(), Console()
     with console.status("measuring this machine" + (f" and steps of {args.model}" if args.model else "")):
-        rows = list(examine(save, args.model))
+        rows = list(examine(save, args.model, args.isa))
     for what, state, found in rows:
         table.add_row(escape(what), marks[state], escape(found))
     console.print(table)
     return 1 if any(state == "missing" for _, state, _ in rows) else 0
 
 
-def examine(save: Path | None = None, model: str | None = None) -> Iterator[Row]:
+def examine(save: Path | None = None, model: str | None = None, isa: str | None = None) -> Iterator[Row]:
     """All checks, in the order of the table.
 
     Args:
         save: where what is measured is written, if anywhere.
         model: whose steps are measured too, if any's.
+        isa: whose kernels alone are measured; None is those that are there.
     """
     yield "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield from _processor()
@@ -66,7 +75,7 @@ def examine(save: Path | None = None, model: str | None = None) -> Iterator[Row]
     yield from _speed(save, model)
     yield from _packages()
     yield from _demo()
-    yield from _kernels()
+    yield from _kernels(isa)
 
 
 def _processor() -> Iterator[Row]:
@@ -107,16 +116,48 @@ def _torch() -> Iterator[Row]:
         yield f"{backend} ops on {device}", "ok", ", ".join(names)
 
 
-def _kernels() -> Iterator[Row]:
+def _kernels(isa: str | None) -> Iterator[Row]:
+    """What there are, and how near each of them comes to what the machine can do with its instructions."""
     try:
         from penstock.nn import native
+        from penstock.nn.native.build import find_library
+        from penstock.nn.native.isa import find_set, sets_here
     except ImportError:
         return  # torch is missing, which was reported
-    reason = native.missing()
-    if reason is None:
-        yield "kernels", "ok", f"compiled for this machine, {native.threads()} threads"
+    chosen = sets_here() if isa is None else (find_set(isa),)
+    used = native.isa()
+    for one in reversed(chosen):
+        if isa is None and one != used and find_library(one) is None:
+            found = f"not compiled yet; penstock doctor --isa {one.name} does, and measures"
+            yield f"kernels {one.name}", "note", found
+            continue
+        native.use(one.name)
+        if (reason := native.missing()) is not None:
+            yield "kernels", "note", f"none, they run as plain torch ops: {reason}"
+            break
+        yield from _of_set(one.name, one == used)
     else:
-        yield "kernels", "note", f"none, they run as plain torch ops: {reason}"
+        if not chosen:
+            yield "kernels", "note", f"none, they run as plain torch ops: {native.missing()}"
+    native.use(None)
+
+
+def _of_set(name: str, used: bool) -> Iterator[Row]:
+    from penstock.nn import native
+    from penstock.nn.ceilings import measure_ceilings, measure_kernels
+
+    most = measure_ceilings(KERNEL_SECONDS)
+    speeds = (
+        f"{'used, ' * used}{native.threads()} threads: at most {most.flops / 1e9:.0f} GFLOP/s of bfloat16, "
+        f"{most.float32 / 1e9:.0f} of float32, reads {most.bandwidth / 1e9:.0f} GB/s"
+    )
+    yield f"kernels {name}", "ok", speeds
+    for kernel in measure_kernels(KERNEL_SECONDS):
+        near = (
+            f"{kernel.flops / 1e9:.0f} GFLOP/s ({kernel.flops / most.flops:.0%}), "
+            f"{kernel.bytes / 1e9:.1f} GB/s ({kernel.bytes / most.bandwidth:.0%} of reads)"
+        )
+        yield f"  {kernel.name}", "ok", near
 
 
 def _speed(save: Path | None, model: str | None) -> Iterator[Row]:

@@ -12,6 +12,8 @@ from penstock.cli.main import main
 from penstock.core.clock import SystemClock
 from penstock.core.device import DeviceModel
 from penstock.core.errors import ConfigError
+from penstock.nn import ceilings, native
+from penstock.nn.native.isa import sets_here
 from penstock.sched.steptime import DEVICES, read_shape
 from penstock.service.checkpoint import DEMO
 from penstock.transfer.pool import memfd_pool
@@ -19,10 +21,14 @@ from penstock.transfer.pool import memfd_pool
 DEVICE = DeviceModel(peak_flops=1e12, bandwidth=5e10, memory=2 * 10**10)
 
 
+needs_kernels = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(devices, "MEASURED_SECONDS", 0.02)
+    monkeypatch.setattr(doctor, "KERNEL_SECONDS", 0.01)
     return tmp_path / "cache"
 
 
@@ -30,6 +36,8 @@ def cache(tmp_path, monkeypatch):
 def measured(monkeypatch):
     """What was measured, without measuring it."""
     monkeypatch.setattr(doctor, "measure", lambda device: (DEVICE, 3e11))
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda seconds: ceilings.Ceilings(5e10, 2e12, 1e12))
+    monkeypatch.setattr(ceilings, "measure_kernels", lambda seconds: [ceilings.Speed("product", 4e10, 1e12)])
 
 
 def test_doctor_shows_the_speed_and_writes_nothing(measured, cache, capsys):
@@ -42,6 +50,31 @@ def test_doctor_shows_the_speed_and_writes_nothing(measured, cache, capsys):
     assert not cache.exists()
     with pytest.raises(ConfigError, match="never measured; `penstock doctor --save` does"):
         load_device("this-machine")
+
+
+@needs_kernels
+def test_doctor_says_how_near_kernels_of_a_set_come_to_its_limits(measured, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    least = sets_here()[0].name
+    assert main(["doctor", "--isa", least]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"kernels {least} ok" in shown
+    assert "at most 2000 GFLOP/s of bfloat16, 1000 of float32, reads 50 GB/s" in shown
+    assert "product ok 1000 GFLOP/s (50%), 40.0 GB/s (80% of reads)" in shown
+    assert native.isa() == sets_here()[-1]
+    assert main(["doctor", "--isa", "mmx"]) == 2
+    assert f"isa: 'mmx', unknown, allowed are {least}" in capsys.readouterr().err
+
+
+@needs_kernels
+def test_kernels_stay_below_what_the_machine_can_do():
+    """By far more than what neighbours of this test take."""
+    most = ceilings.measure_ceilings(0.05)
+    assert 1e9 < most.float32 < 1e14
+    assert most.float32 < 4 * most.flops
+    for kernel in ceilings.measure_kernels(0.01):
+        assert 0 < kernel.bytes < 100 * most.bandwidth
+        assert 0 < kernel.flops < 10 * most.flops
 
 
 def test_doctor_names_the_extra_that_a_missing_package_is_for(measured, capsys, monkeypatch):

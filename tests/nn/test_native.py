@@ -1,8 +1,12 @@
 """Kernels are compiled once, by whoever needs them first, and nothing breaks where that fails."""
 
 import logging
+import platform
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,21 @@ def test_sources_that_do_not_compile_are_told_in_a_line_and_leave_nothing(tiny, 
         builder.build_library(BEST, tmp_path)
     assert "\n" not in str(told.value)
     assert [path for path in tmp_path.iterdir() if path != tiny] == []
+
+
+@needs_kernels
+def test_a_wheels_library_is_taken_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(builder, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(builder, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(builder, "IN_WHEEL", tmp_path)
+    other = tmp_path / f"penstock-not_{BEST.name}-1.so"
+    other.touch()
+    assert builder.find_library(BEST) is None
+    with pytest.raises(builder.BuildError, match=r"no C\+\+ compiler"):
+        builder.build_library(BEST)
+    library = tmp_path / f"penstock-{BEST.name}-1.so"
+    library.touch()
+    assert builder.find_library(BEST) == builder.build_library(BEST) == library
 
 
 def test_without_a_compiler_everything_runs_as_plain_torch(monkeypatch, caplog):
@@ -122,4 +141,67 @@ print("fine")
 def test_every_instruction_set_computes_as_well(isa):
     command = [sys.executable, "-c", ELSEWHERE, isa]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CROSS or not EMULATOR, reason="needs Debian's g++-aarch64-linux-gnu and qemu-user")
+@pytest.mark.parametrize("isa", [one for one in SETS if one.machine == "aarch64"], ids=lambda one: one.name)
+def test_kernels_of_arm_compute_as_well_in_an_emulator(isa, tmp_path):
+    sources = [*builder.SOURCES.glob("*.cpp"), Path(__file__).parent / "kernels.cpp"]
+    program, running = tmp_path / "kernels", []
+    for source in sources:
+        command = [CROSS, *builder.FLAGS, *isa.flags, "-w", f"-I{builder.SOURCES}", "-c", source]
+        running.append(subprocess.Popen([*command, "-o", tmp_path / f"{source.stem}.o"]))
+    assert [process.wait(timeout=600) for process in running] == [0] * len(sources)
+    subprocess.run([CROSS, "-static", "-pthread", *tmp_path.glob("*.o"), "-o", program], check=True)
+    done = subprocess.run([EMULATOR, program], capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout.strip() == "fine", done.stdout + done.stderr
+
+
+IN_WHEEL = """
+from pathlib import Path
+import penstock
+from penstock import LLM, SamplingParams
+from penstock.nn import native
+from penstock.nn.native.build import IN_WHEEL
+from penstock.nn.native.isa import sets_here
+assert Path(penstock.__file__).is_relative_to(Path.cwd()), penstock.__file__
+for isa in sets_here():
+    native.use(isa.name)
+    assert native.missing() is None, native.missing()
+    assert Path(native._load()._name).parent == IN_WHEEL, native._load()._name
+(found,) = LLM("demo", weight_cache=False).generate(["import os"], SamplingParams(max_tokens=8, temperature=0))
+assert len(found.outputs[0].token_ids) == 8
+print("fine")
+"""
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_a_wheel_serves_without_a_compiler(tmp_path):
+    """In a bare environment, to which only what penstock needs is lent."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "docs")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    archive = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')"]
+    subprocess.run(archive, cwd=source, check=True, timeout=300, stdout=subprocess.DEVNULL)  # as python -m build does
+    building = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, *tmp_path.glob("*.tar.gz")]
+    subprocess.run(building, check=True, timeout=1800)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(rf"penstock-.*-py3-none-manylinux_2_\d+_{platform.machine()}.whl", wheel.name)
+    assert wheel.stat().st_size < 10 << 20
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    python, (packages,) = bare / "bin" / "python", bare.glob("lib/python*/site-packages")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
+    environment = {"PATH": str(bare / "bin"), "HOME": str(tmp_path)}
+    run = [python, "-I", "-c", IN_WHEEL]
+    done = subprocess.run(run, env=environment, cwd=bare, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "fine", done.stderr

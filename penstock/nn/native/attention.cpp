@@ -149,6 +149,9 @@ struct Source {
         const E* from = keys + token * stride + unit * EACH;
         const int64_t units = dim / EACH - unit;
         if (token + 16 <= count && units >= 16) {
+#ifndef __AVX512F__
+            if constexpr (!SCALED<E>) return transpose(from, stride * static_cast<int64_t>(sizeof(E)), columns);
+#endif
 #pragma GCC unroll 16
             for (int r = 0; r < 16; r++) columns[r] = units_at(from + r * stride);
         } else {

@@ -1,21 +1,23 @@
-"""Compiles the kernels for an instruction set, once; the library is kept in the user's cache."""
+"""Compiles the kernels for an instruction set, once; the library is kept in the user's cache. Wheels have theirs."""
 
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import subprocess
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-from penstock.nn.native.isa import InstructionSet
+from penstock.nn.native.isa import InstructionSet, machine_name
 
 SOURCES = Path(__file__).parent
+IN_WHEEL = SOURCES / "lib"  # of a wheel that holds them
 COMPILERS = ("c++", "g++", "clang++")
 # one arithmetic everywhere: a multiplication and an addition become one operation only where the source says so
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-pthread")
-SECONDS = 300  # that a compiler may take
+SECONDS = 1800  # that a compiler may take; half a minute on an idle core, but hosts that build are busy ones
 
 log = logging.getLogger("penstock.native")
 
@@ -28,8 +30,28 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "penstock" / "native"
 
 
+def find_compiler(machine: str) -> str:
+    """One for this kind of machine; for another kind, by the name that Debian gives it. Raises BuildError."""
+    names = COMPILERS if machine == machine_name(platform.machine()) else (f"{machine}-linux-gnu-g++",)
+    compiler = next((found for found in map(shutil.which, names) if found), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler ({', '.join(names)})")
+    return compiler
+
+
+def find_library(isa: InstructionSet) -> Path | None:
+    """The library, where it need not be compiled first."""
+    if (found := next(IN_WHEEL.glob(f"penstock-{isa.name}-*.so"), None)) is not None:
+        return found
+    try:
+        library = cache_folder() / library_name(isa)
+        return library if library.exists() else None
+    except (BuildError, OSError, RuntimeError):
+        return None
+
+
 def build_library(isa: InstructionSet, folder: Path | None = None) -> Path:
-    """The library for these sources, this compiler and an instruction set, compiled unless the folder has it.
+    """The library of a wheel, or that of these sources and this compiler, compiled unless the folder has it.
 
     Args:
         folder: where libraries are kept; by default the user's cache, or a new temporary one where that cannot be
@@ -38,10 +60,9 @@ def build_library(isa: InstructionSet, folder: Path | None = None) -> Path:
     Raises:
         BuildError: no compiler, or one that fails.
     """
-    compiler = next((found for found in map(shutil.which, COMPILERS) if found), None)
-    if compiler is None:
-        raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
-    name = f"penstock-{isa.name}-{_digest(Path(compiler), isa)}.so"
+    if folder is None and (found := find_library(isa)) is not None:
+        return found
+    name = library_name(isa)
     if folder is None:
         try:
             folder = cache_folder()
@@ -54,14 +75,19 @@ def build_library(isa: InstructionSet, folder: Path | None = None) -> Path:
         try:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 # concurrent builds are harmless: the last one replaces an equal library
-                _compile(compiler, isa, Path(scratch)).replace(library)
+                compile_library(isa, Path(scratch)).replace(library)
         except OSError as error:
             raise BuildError(f"{folder} cannot be written ({error})") from None
     return library
 
 
-def _compile(compiler: str, isa: InstructionSet, scratch: Path) -> Path:
-    """All sources at once, each by its own process."""
+def compile_library(isa: InstructionSet, scratch: Path, linking: tuple[str, ...] = ()) -> Path:
+    """A new library in an empty folder; all sources at once, each by its own process. Raises BuildError.
+
+    Args:
+        linking: more flags for the last step.
+    """
+    compiler = find_compiler(isa.machine)
     flags = (*FLAGS, *isa.flags)
     objects, running = [], []
     for source in sorted(SOURCES.glob("*.cpp")):
@@ -79,7 +105,7 @@ def _compile(compiler: str, isa: InstructionSet, scratch: Path) -> Path:
             failed = failed or said
     if failed is None:
         library = scratch / "library.so"
-        command = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)]
+        command = [compiler, "-shared", "-pthread", *linking, *map(str, objects), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode == 0:
             return library
@@ -88,13 +114,13 @@ def _compile(compiler: str, isa: InstructionSet, scratch: Path) -> Path:
     raise BuildError(f"{compiler} failed: {next((line for line in lines if 'error' in line), 'without a word')}")
 
 
-def _digest(compiler: Path, isa: InstructionSet) -> str:
-    """Names a library by everything that it is made from."""
-    compiler = compiler.resolve()
+def library_name(isa: InstructionSet) -> str:
+    """Says everything that a library is made from. Raises BuildError without a compiler."""
+    compiler = Path(find_compiler(isa.machine)).resolve()
     stat = compiler.stat()
     digest = blake2b(digest_size=16)
     for part in (*FLAGS, *isa.flags, str(compiler), f"{stat.st_size} {stat.st_mtime_ns}"):
         digest.update(part.encode() + b"\0")
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()
+    return f"penstock-{isa.name}-{digest.hexdigest()}.so"

@@ -25,20 +25,24 @@ u32x16 read(const char* from, int64_t bytes) {
 
 constexpr int PIECES = 16;  // for each thread: one that wakes late still gets its share
 // Sums that do not wait for one another, of so many lanes as a register has: more than any multiplication takes cycles
-// times how many begin in one, and few enough for 16 registers.
+// times how many begin in one, and few enough for the registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int SUMS = 12;
+#else
+constexpr int SUMS = 24;
+#endif
 
 template <class V, class Step>
 void repeat(int64_t times, Step step) {
     parallel_for(PIECES * threads(), [&](int) {
         V sums[SUMS];  // all different, or a compiler computes one for all
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int j = 0; j < SUMS; j++) sums[j] = V{} + static_cast<float>(j);
         for (int64_t i = 0; i < times / PIECES; i++)
-#pragma GCC unroll 16
+#pragma GCC unroll 32
             for (int j = 0; j < SUMS; j++) sums[j] = step(sums[j]);
         V all{};
-#pragma GCC unroll 16
+#pragma GCC unroll 32
         for (int j = 0; j < SUMS; j++) all += sums[j];
         unread = all[0];
     });

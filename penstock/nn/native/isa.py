@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ SETS = (
 )  # fmt: skip
 
 
+@functools.cache
 def processor_features() -> frozenset[str]:
     """What the processor has and the system lets programs use, as far as that is known."""
     try:
@@ -60,10 +62,15 @@ def processor_features() -> frozenset[str]:
     return frozenset(found.partition(":")[2].split())
 
 
+def machine_name(machine: str) -> str:
+    """As sets have it."""
+    return MACHINES.get(machine, machine)
+
+
 def sets_of(machine: str, features: Iterable[str]) -> tuple[InstructionSet, ...]:
     """Those that such a processor has, the best one last."""
-    machine, features = MACHINES.get(machine, machine), frozenset(features)
-    return tuple(one for one in SETS if one.machine == machine and one.needs <= features)
+    features = frozenset(features)
+    return tuple(one for one in SETS if one.machine == machine_name(machine) and one.needs <= features)
 
 
 def sets_here() -> tuple[InstructionSet, ...]:

@@ -144,25 +144,29 @@ PENSTOCK_INLINE i32x16 sum_groups(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
 
 #else
 
-// Rows become columns.
-PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
+// 16 rows of 16 units, `stride` bytes apart, become columns.
+PENSTOCK_INLINE void transpose(const void* rows, int64_t stride, f32x16 (&a)[16]) {
     constexpr int WIDTH = sizeof(f32xR) / sizeof(float);
-    alignas(64) float rows[16][LANES], columns[16][LANES];
-#pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) store(rows[r], a[r]);
+    alignas(64) float columns[16][LANES];
 #pragma GCC unroll 4
     for (int r = 0; r < 16; r += WIDTH)
 #pragma GCC unroll 4
         for (int c = 0; c < 16; c += WIDTH) {
             f32xR square[WIDTH];
 #pragma GCC unroll 8
-            for (int i = 0; i < WIDTH; i++) square[i] = get<f32xR>(&rows[r + i][c]);
+            for (int i = 0; i < WIDTH; i++) square[i] = get<f32xR>(static_cast<const char*>(rows) + (r + i) * stride + 4 * c);
             transpose(square);
 #pragma GCC unroll 8
             for (int i = 0; i < WIDTH; i++) put(&columns[c + i][r], square[i]);
         }
 #pragma GCC unroll 16
     for (int c = 0; c < 16; c++) a[c] = load(columns[c]);
+}
+PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
+    alignas(64) float rows[16][LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) store(rows[r], a[r]);
+    transpose(rows, sizeof rows[0], a);
 }
 
 // Whole numbers of 8 bits, as they lie in memory, become pairs of 16 bits: 32 of them, or `count` < 32 and zeros.
