@@ -126,8 +126,12 @@ class Follower:
         fleet, rollout = course.fleet, course.rollout
         fleet.look()
         fleet.known |= set(self._order.known)
-        if self._order.number > self._taken.number:
-            rollout.turn_back("it was told otherwise")
+        if self._order.number > self._taken.number and self._order.acts:
+            if self._is_towards(course.change.wanted) and not rollout.returns:
+                self._taken = self._order  # of a launcher that was started anew
+                self._before = self._taken.number, self._running
+            else:
+                rollout.turn_back("it was told otherwise")
         failed = rollout.failure
         rollout.look(self._time, fleet)
         if rollout.failure != failed:
@@ -147,6 +151,12 @@ class Follower:
         self._tidy()
         log.info("the instances are what %s", "they were before" if rollout.failure else "the first host orders")
         self._tell("returned" if rollout.failure else "changed", rollout.failure)
+
+    def _is_towards(self, wanted: Running) -> bool:
+        """Whether the newest order is for what is under way already."""
+        order = self._order
+        same_policy = order.policy in ("", wanted.deployment.policy)
+        return not order.undoes and order.digest == wanted.digest and same_policy
 
     def _tell(
         self,

@@ -287,7 +287,7 @@ async def test_a_whole_answer_does_not_wait_for_ever_either(
 
 
 @pytest.mark.parametrize("protocol", [Strict], indirect=True)
-async def test_a_client_that_reads_slowly_gets_it_all(port: int, frontend: Any, metrics: Any) -> None:
+async def test_a_client_that_reads_slowly_gets_it_all(port: int, frontend: Any) -> None:
     frontend.script = lambda generation: generation.say("y" * (1 << 20), finish="stop")
     loop = asyncio.get_running_loop()
     with asked(port, stream=True) as ours:

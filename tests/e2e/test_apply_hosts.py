@@ -6,14 +6,16 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
+from penstock.drill.holdings import open_files
 from penstock.drill.launched import told
 from tests.e2e.test_apply import Applying, apply, checkpoints, ready, stream, under_load
-from tests.e2e.test_fleet import free_port, joined
+from tests.e2e.test_fleet import belongings, free_port, joined
 from tests.helpers.deployments import DEMO, PACED, colocated, deployed
 from tests.helpers.servers import serving
 from tests.helpers.waiting import eventually
@@ -181,3 +183,57 @@ def test_a_deployment_that_is_begun_again_in_the_middle_is_finished_or_returned(
     eventually(lambda: len(ready(hosts.up)) == len(wanted), 60, hosts.log)
     assert ready(hosts.up) == hosts.running().keys()
     stream(hosts.up.url)
+
+
+def test_what_serves_is_not_lost_with_a_launcher_that_stands_still(hosts):
+    with under_load(hosts.up):
+        hosts.near.process.send_signal(signal.SIGSTOP)
+        try:
+            said = "was not heard for 5 s"
+            eventually(lambda: any(said in line for line in hosts.up.lines), 30, hosts.up.log)
+            frozen = time.monotonic()
+            while time.monotonic() - frozen < 3:
+                assert ready(hosts.up) == OLD
+            os.kill(pids_of(hosts.near.process.pid)["near-0"], signal.SIGKILL)
+            eventually(lambda: ready(hosts.up) == OLD - {"near-0"}, 30, hosts.up.log)
+        finally:
+            hosts.near.process.send_signal(signal.SIGCONT)
+        hosts.await_ready(OLD)
+
+
+def holdings(hosts):
+    """How many files the processes that stay have open, and how many are in the folders of all hosts."""
+    joined = [host.process.pid for host in (hosts.near, hosts.far)]
+    folders = [len(list(folder_of(pid).iterdir())) for pid in joined]
+    files = {f"launcher {number}": open_files(pid) for number, pid in enumerate(joined)}
+    return Counter(files) + Counter(belongings(hosts.up)) + Counter({"folders": sum(folders)})
+
+
+def folder_of(launcher):
+    """Where the sockets of its processes are."""
+    address = next(said["address"] for _, said in told(launcher).values() if "options" in said)
+    return Path(address.removeprefix("ipc://")).parent
+
+
+def test_ten_upgrades_one_of_them_broken_leave_nothing_behind(hosts, tmp_path):
+    up, low, pids = hosts.up, None, set()
+    launchers = [host.process.pid for host in (up, hosts.near, hosts.far)]
+    with under_load(up, clients=4):
+        for number, wanted in enumerate(["new", "old", "new", "old", "new", "new", "old", "new", "old", "new"]):
+            pids |= {pid for launcher in launchers for pid in told(launcher)}
+            broken = number == 4
+            if broken:
+                kill_when_it_starts(hosts, "far", "far-1.1")
+            code, said = apply(up, tmp_path, hosts.content(wanted))
+            assert code == broken, said + hosts.log()
+            serves = "old" if broken else wanted
+            hosts.await_ready(NEW if serves == "new" else OLD)
+            assert {*hosts.running().values()} == {serves}
+            low = holdings(hosts) if number == 1 else low
+        eventually(lambda: holdings(hosts) <= low, 20, lambda: f"{low}, {holdings(hosts)}")
+        pids |= {pid for launcher in launchers for pid in told(launcher)}
+    folders = [folder_of(launcher) for launcher in launchers]
+    for host in (hosts.near, hosts.far, up):
+        assert host.stop() == 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not [folder for folder in folders if folder.exists()]

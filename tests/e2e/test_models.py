@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from penstock.service.checkpoint import DEMO as DEMO_FOLDER
+from tests.e2e.test_apply import apply, ready
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.deployments import DEMO, PACED, deployed
 from tests.helpers.waiting import eventually
@@ -154,6 +155,26 @@ def test_what_operators_see(up):
     with httpx.stream("GET", up.url + "/overview/stream?model=demo") as events:
         first = next(line for line in events.iter_lines() if line.startswith("data: "))
     assert json.loads(first.removeprefix("data: "))["model"] == "demo"
+
+
+def test_a_change_of_several_is_refused_by_name(up, tmp_path):
+    code, said = apply(up, tmp_path, {"model": "demo", "engine": DEMO, "instances": [{}]})
+    assert code == 2
+    assert "--apply: 2 models are served there, allowed is one: start it anew instead" in said
+
+
+def test_a_list_of_one_model_changes_as_one_without_a_list(tmp_path):
+    def listed(count, policy):
+        entry = {"name": "m", "model": "demo", "policy": policy, "engine": PACED, "instances": [{"count": count}]}
+        return {"models": [entry]}
+
+    with deployed(listed(1, "round_robin")) as up:
+        code, said = apply(up, tmp_path, listed(2, "least_loaded"))
+        assert code == 0, said + up.log()
+        assert "master is started anew: policy" in said
+        assert len(ready(up)) == 2
+        assert all(name.startswith("m/") for name in ready(up))
+        text(ask(up, "m"))
 
 
 def test_one_sleeps_and_the_other_serves(up):

@@ -526,6 +526,16 @@ def test_memory_is_asked_of_one_host_by_all_models():
         read_all(shares)
 
 
+@pytest.mark.parametrize(
+    "text", ["model: demo\npolicy: unified\n", "models: [{name: m, model: demo, policy: unified, "]
+)
+def test_another_model_and_policy_than_the_file_gives(text):
+    text += "instances: [{}]" + ("}]" if "models" in text else "")
+    (deployment,) = parse_all("up.yaml", text, TABLES, {"model": "b", "policy": "round_robin", "port": 9})
+    assert (deployment.model, deployment.policy, deployment.server["port"]) == ("b", "round_robin", 9)
+    assert "model" not in deployment.server
+
+
 def test_where_one_model_is_wanted_several_are_refused():
     with pytest.raises(ConfigError, match=r"up\.yaml: models: 2 of them, allowed here is one"):
         read(TWO)

@@ -17,6 +17,7 @@ from penstock.service.change import Running
 from penstock.service.checkpoint import file_states, fingerprint
 from penstock.service.deployment_file import parse
 from penstock.service.follower import Follower
+from penstock.service.joined import Target
 from penstock.service.launcher import LOOK, Launcher, Registration
 from penstock.service.launchers import Launchers
 from penstock.service.registry import LocalRegistry
@@ -27,6 +28,7 @@ STEP = 4 * LOOK
 STARTS, DRAINS = 1.0, 1.0  # seconds
 LIMIT = 8.0
 WORLDS = []  # the last one is where probes happen
+POLICY = "round_robin"
 COUNT = 2  # instances of each host
 
 
@@ -93,14 +95,14 @@ class Machine:
         )
         self.questions_, self.answers, self.gone = [], [], False
         if joined:
-            read = lambda model, policy: (self.deployment(model), Path(model))  # noqa: E731
+            read = lambda model, policy: (self.deployment(model, policy), Path(model))  # noqa: E731
             self.changes = Follower(launcher, registration, running, read, self.plan, lambda wanted: None)
         else:
             read = lambda question: (self.deployment(question["model"]), Path(question["model"]))  # noqa: E731
             self.changes = Upgrades(self, launcher, registration, running, read, self.plan, [], lambda wanted: None)
 
-    def deployment(self, model):
-        text = f"policy: round_robin\nserved-model-name: m\ninstances: [{{name: {self.name}, count: {COUNT}}}]\n"
+    def deployment(self, model, policy=POLICY):
+        text = f"policy: {policy}\nserved-model-name: m\ninstances: [{{name: {self.name}, count: {COUNT}}}]\n"
         text += "engine: {device: 'modelled:h200', geometry: qwen3-8b}\n"
         return parse("up.yaml", f"model: {model}\n" + text, TABLES, {})
 
@@ -389,6 +391,51 @@ def test_a_host_without_the_checkpoint_is_named_and_nothing_is_tried(world, monk
     assert world.answer["code"] == 2
     assert re.fullmatch(r"host1/\d+: model: \S+/new is no folder", world.answer["error"])
     assert all(set(machine.alive()) == {f"{machine.name}-0", f"{machine.name}-1"} for machine in world.machines)
+
+
+@pytest.mark.parametrize("begun", ["old", "new"])
+def test_hosts_follow_a_deployment_that_is_begun_again_in_the_middle(world, begun):
+    world.apply("new")
+    world.until(lambda: "host1-0.1" in world.hosts[1].alive())
+    tried = world.hosts[1].alive()["host1-0.1"]
+    world.kill_main(begun)
+    world.until(world.settled)
+    assert len(world.machines) == 3, "nobody was refused"
+    assert checkpoints_of(world) == {begun}
+    assert (tried in world.hosts[1].alive().values()) == (begun == "new"), "what was on its way there goes on"
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_host_that_is_told_another_policy_in_the_middle_turns_back(world, returns):
+    machine, joined = world.hosts[1], world.main.changes._joined
+    name, old = machine.launcher._host, world.folder / "old"
+
+    def order(policy, returns=False):
+        what = {"model": str(old), "digest": fingerprint(old), "policy": policy}
+        joined.change(Target(name=name, **what, returns=returns), LIMIT)
+
+    world.until(lambda: name in joined.hosts and world.settled())
+    order("unified")
+    world.until(lambda: "host1-0.1" in machine.alive())
+    order(POLICY, returns)
+    world.until(lambda: joined.answer(name) is not None and joined.answer(name).state == "changed" and world.settled())
+    assert set(machine.alive()) == {"host1-0", "host1-1"}
+    assert machine.changes._running.deployment.policy == POLICY
+
+
+def test_a_host_that_joins_in_the_middle_comes_after_and_a_late_one_is_refused(world):
+    world.apply("new")
+    world.until(lambda: "host1-0.1" in world.hosts[1].alive())
+    world.hosts.append(Machine(world, "host2", world.folder / "old", joined=True))
+    world.until(lambda: world.answer)
+    assert world.answer["code"] == 0
+    world.until(world.settled)
+    assert len(world.machines) == 4
+    assert checkpoints_of(world) == {"new"}
+    world.hosts.append(late := Machine(world, "host3", world.folder / "old", joined=True))
+    world.until(lambda: late.over)
+    assert "model: its checkpoint is another one" in late.launcher._supervisor.failure
+    assert world.settled()
 
 
 TROUBLE = st.one_of(

@@ -90,6 +90,21 @@ def test_what_cannot_change_is_refused_by_name():
     assert not any("two" in line or "one" in line for line in lines if "api-key" in line), "keys are nobody's business"
 
 
+def test_a_model_keeps_its_place_in_a_list_of_models():
+    def listed(name):
+        entry = f"{{name: {name}, served-model-name: m, model: demo, instances: [{{}}]}}"
+        return parse("up.yaml", f"models: [{entry}]", TABLES, {})
+
+    alone = parse("up.yaml", "model: demo\nserved-model-name: m\ninstances: [{}]", TABLES, {})
+    for before, after, says in (
+        (listed("a"), listed("b"), "models: name: b, allowed while the deployment runs is a"),
+        (listed("a"), alone, "models: name: no list of them, allowed while the deployment runs is a"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            difference("new.yaml", before, after)
+    assert difference("new.yaml", listed("a"), listed("a")).lines == []
+
+
 class Processes:
     """A fleet. What is in `unfit` fails its probe, what is in `hangs` never answers."""
 
