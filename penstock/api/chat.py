@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.message import MessageReader
+from penstock.api.message import MessageReader, reasoning_tokens
 from penstock.api.openai import Envelope, usage_body
 from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
 from penstock.api.sse import Shape, send_events, send_whole
@@ -228,7 +228,7 @@ class ChatShape:
         self._readers = turn.readers
         self._named = body.tool_use is not None and body.tool_use.named is not None
         self._envelope = Envelope(self._head, body.include_usage)
-        self.closing, self.failure = self._envelope.closing, self._envelope.failure
+        self.failure = self._envelope.failure
         self.shows_tokens = self._token_ids or bool(body.logprobs)
         self.counts = body.continuous_usage
         self.count = self._envelope.count
@@ -259,6 +259,9 @@ class ChatShape:
         }
         return self._envelope.event(choice)
 
+    def closing(self, usage: Usage) -> bytes:
+        return self._envelope.closing(usage, self._reasoning())
+
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         choices = [
             {
@@ -274,12 +277,15 @@ class ChatShape:
         beside: dict[str, Any] = self._prompt_ids()
         if (found := outputs[0].prompt_logprobs) is not None:
             beside["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._prompt, found)
-        return {**self._head, "choices": choices, "usage": usage_body(usage), **beside}
+        return {**self._head, "choices": choices, "usage": usage_body(usage, self._reasoning()), **beside}
 
     def _message(self, output: Delta) -> dict[str, Any]:
         if self._readers:
             return self._readers[output.index].whole(output.text)
         return {"role": "assistant", "content": output.text, "refusal": None}
+
+    def _reasoning(self) -> int | None:
+        return reasoning_tokens(self._tokenizer, self._readers)
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it: an output that ends with calls says so, but not where the one call was named."""

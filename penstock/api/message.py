@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.text.reasoning import ReasoningParser
+from penstock.text.tokenizer import Tokenizer
 from penstock.text.tools.base import Arguments, Call, Event, ToolParser
 
 Fields = dict[str, Any]
@@ -23,12 +24,15 @@ class MessageReader:
 
     Attributes:
         calls: how many have begun.
+        reasons: whether reasoning is told from content.
     """
 
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, several: bool, shows_reasoning: bool
     ) -> None:
         self.calls = 0
+        self.reasons = reasoning is not None
+        self._thought: list[str] = []
         self._reasoning, self._tools = reasoning, tools
         self._several, self._shows_reasoning = several, shows_reasoning
         self._dropping = False  # the newest call
@@ -67,8 +71,15 @@ class MessageReader:
             message |= {"content": content or None, "tool_calls": calls}
         return message
 
+    @property
+    def thought(self) -> str:
+        """All of the reasoning so far, shown or not."""
+        return "".join(self._thought)
+
     def _fields(self, thought: str, events: Sequence[Event]) -> Fields:
         fields: Fields = {}
+        if thought:
+            self._thought.append(thought)
         if thought and self._shows_reasoning:
             fields |= {"reasoning_content": thought, "reasoning": thought}
         content = "".join(event for event in events if isinstance(event, str))
@@ -95,3 +106,11 @@ class MessageReader:
         function = {"name": name, "arguments": ""}
         calls.append({"index": self.calls, "id": call_id, "type": "function", "function": function})
         self.calls += 1
+
+
+def reasoning_tokens(tokenizer: Tokenizer, readers: Sequence[MessageReader]) -> int | None:
+    """What outputs' reasoning is long, in tokens; None where it is not told from content."""
+    if not any(reader.reasons for reader in readers):
+        return None
+    thoughts = [reader.thought for reader in readers]
+    return sum(len(tokenizer.encode(thought, False)) for thought in thoughts if thought)

@@ -37,19 +37,30 @@ class Envelope:
             return self._head + encode(choice) + b"]," + encode(beside)[1:-1] + self._tail[1:]
         return self._head + encode(choice) + self._tail
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: Usage, reasoning: int | None = None) -> bytes:
+        """
+        Args:
+            reasoning: see `usage_body`.
+        """
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + encode(usage_body(usage)) + b"}\n\n" + DONE
+        return self._head + b'],"usage":' + encode(usage_body(usage, reasoning)) + b"}\n\n" + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         return b"data: " + encode(error_row(error, request_id)[1]) + b"\n\n"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
+def usage_body(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
+    """
+    Args:
+        reasoning: tokens of what the model thought; None where nothing tells them from others.
+    """
+    body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if reasoning is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return body

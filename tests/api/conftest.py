@@ -43,6 +43,9 @@ class ByteTokenizer:
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in tokens if token != EOS).decode("utf-8", "replace")
 
