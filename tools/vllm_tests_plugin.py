@@ -3,6 +3,8 @@ import from vLLM. A test that needs more of vLLM than a server is deselected."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -29,8 +31,15 @@ DROPPED |= {"--enable-chunked-prefill": 0, "--enable-prompt-tokens-details": 0, 
 DROPPED |= {"--enable-prefix-caching": 0, "--attention-backend": 1, "--tensor-parallel-size": 1, "--revision": 1}
 DROPPED |= {"--enable-server-load-tracking": 0, "--limit-mm-per-prompt": 1, "--logits-processors": 1}
 DROPPED |= {"--max-num-batched-tokens": 1, "--chat-template": 1, "--pooler-config": 1, "--structured-outputs-config": 1}
+DROPPED |= {"--chat-template-content-format": 1, "--reasoning-config": 1, "--max-logprobs": 1, "--port": 1}
+DROPPED |= {"--skip-tokenizer-init": 0, "--enable-prompt-embeds": 0, "--trust-request-chat-template": 0}
+DROPPED |= {"--tool-server": 1, "--trust-request-mm-kwargs": 0, "--no-async-scheduling": 0}
+KEPT = {"--no-enable-prefix-caching"}
 RENAMED = {"--structured-outputs-config.backend": None}
 LENGTH = 8192  # of the demo model's sequences
+LONGER = 2  # times as many tokens as theirs, and more, has a text by the demo's small vocabulary
+VOCABULARY = 4096
+DEMO = Path(__file__).parents[1] / "penstock" / "demo"
 READY = 90.0  # seconds
 
 
@@ -45,10 +54,13 @@ class RemoteOpenAIServer:
             self.host, self.port = "127.0.0.1", probe.getsockname()[1]
         self.uds = None
         arguments, names = _translated(list(vllm_serve_args))
+        given = {key: str(value) for key, value in (options.get("env_dict") or {}).items()}
+        if "VLLM_API_KEY" in given:
+            arguments += ["--api-key", given["VLLM_API_KEY"]]
         command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", str(self.port)]
         command += ["--served-model-name", *(names or [model]), "--log-level", "warning", *arguments]
-        environment = os.environ | {key: str(value) for key, value in (options.get("env_dict") or {}).items()}
-        self._process = subprocess.Popen([*command, "--metrics-compat", "vllm"], env=environment)
+        self.show_hidden_metrics = False
+        self._process = subprocess.Popen([*command, "--metrics-compat", "vllm"], env=os.environ | given)
         ends = time.monotonic() + READY
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > ends:
@@ -109,11 +121,14 @@ def _translated(given: list[str]) -> tuple[list[str], list[str]]:
     names: list[str] = []
     while given:
         flag, _, value = given.pop(0).partition("=")
+        flag = flag.replace("_", "-")
         if flag == "--served-model-name":
             while given and not given[0].startswith("-"):
                 names.append(given.pop(0))
         elif flag == "--max-model-len":
-            kept += [flag, str(min(int(value or given.pop(0)), LENGTH))]
+            kept += [flag, str(min(int(value or given.pop(0)) * LONGER, LENGTH))]
+        elif flag in KEPT:
+            kept.append(flag)
         elif flag in DROPPED:
             if DROPPED[flag] and not value:
                 given.pop(0)
@@ -129,11 +144,17 @@ def _translated(given: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _tokenizer(*_: object, **__: object) -> Any:
-    from transformers import AutoTokenizer
+    """The demo's, whatever hub name it is asked for by."""
+    from transformers import PreTrainedTokenizerFast
 
-    import penstock
+    return PreTrainedTokenizerFast.from_pretrained(DEMO)
 
-    return AutoTokenizer.from_pretrained(Path(penstock.__file__).parent / "demo")
+
+def _hub_names() -> None:
+    with contextlib.suppress(ImportError):
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
 
 
 def _module(name: str) -> ModuleType:
@@ -153,24 +174,35 @@ def _module(name: str) -> ModuleType:
 
         module.__version__ = _version()  # type: ignore[attr-defined]
         module._prev_minor_version = lambda: "0"  # type: ignore[attr-defined]
+    elif name == "vllm.config":
+        module.ModelConfig = lambda **_: SimpleNamespace(get_vocab_size=lambda: VOCABULARY)  # type: ignore[attr-defined]
+    elif name == "vllm.model_executor.model_loader.weight_utils":
+        module.download_weights_from_hf = lambda *_, **__: str(DEMO)  # type: ignore[attr-defined]
+    elif name == "pybase64":
+        return base64
     return module
 
 
 def _absent(module: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    if (module, name) == ("vllm", "version"):
-        return importlib.import_module("vllm.version")
+    if module == "vllm" and name in ("version", "envs"):
+        return importlib.import_module(f"vllm.{name}")
+    if module == "vllm.envs":
+        return False
     return MagicMock(name=f"{module}.{name}")
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    NAMES = re.compile(r"vllm(\..+)?|tests\.(utils|conftest|models(\..+)?)|msgspec_missing")
+    NAMES = re.compile(r"vllm(\..+)?|tests\.(utils|conftest|models(\..+)?)|tests\..+\.test_serving_chat")
+    MISSING = re.compile(r"(fastapi|pybase64)(\..+)?")  # which nobody needs to speak HTTP
+
+    def __init__(self, *, last: bool) -> None:
+        self.last = last
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if self.NAMES.fullmatch(fullname):
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
+        known = self.MISSING if self.last else self.NAMES
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if known.fullmatch(fullname) else None
 
     def create_module(self, spec: Any) -> ModuleType:
         return _module(spec.name)
@@ -179,7 +211,19 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-sys.meta_path.insert(0, _StandIns())
+sys.meta_path.insert(0, _StandIns(last=False))
+sys.meta_path.append(_StandIns(last=True))  # for what is not installed
+_hub_names()
+
+
+@pytest.fixture(scope="session")
+def local_asset_server() -> None:
+    """Of images, which nothing here sees."""
+
+
+@pytest.fixture(scope="session")
+def qwen3_lora_files() -> str:
+    return "none"
 
 
 # --- which tests count

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 Count = Annotated[int, Meta(ge=0)]
 FinishReason = Literal["stop", "length", "abort"]
+Tier = Literal["default", "flex", "priority"]
 
 
 class CachedTokens(msgspec.Struct):
@@ -73,8 +74,8 @@ class AssistantMessage(msgspec.Struct):
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType | None = UNSET
-    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -83,18 +84,33 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None
 
 
-class ChatCompletion(msgspec.Struct):
+class Timing(msgspec.Struct):
+    time_to_first_token_ms: float | UnsetType = UNSET
+    generation_time_ms: float | UnsetType = UNSET
+    queue_time_ms: float | UnsetType = UNSET
+    mean_itl_ms: float | UnsetType = UNSET
+    tokens_per_second: float | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct):
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    service_tier: Tier | None
+    system_fingerprint: str | None
+    kv_transfer_params: None
+    metrics: Timing | UnsetType = UNSET
+
+
+class ChatCompletion(Answer, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
 
 
 # --- completions
@@ -113,18 +129,14 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType | None = UNSET
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
 
 
-class Completion(msgspec.Struct):
-    id: str
+class Completion(Answer, kw_only=True):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 # --- embeddings
@@ -218,10 +230,10 @@ class Response(msgspec.Struct):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["completed", "incomplete", "queued", "in_progress", "failed", "cancelled"]
     model: str
     output: list[dict[str, Any]]
-    usage: ResponseUsage
+    usage: ResponseUsage | None
     previous_response_id: str | None
     incomplete_details: dict[str, str] | None
 
@@ -279,6 +291,10 @@ class Ready(msgspec.Struct):
     status: Literal["ready"]
 
 
+class Load(msgspec.Struct):
+    server_load: Count
+
+
 class Version(msgspec.Struct):
     version: str
 
@@ -299,12 +315,14 @@ class Sleeping(msgspec.Struct):
     is_sleeping: bool
 
 
-ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path -> what a 200 is, where that is JSON
+ANSWERS: dict[str, Any] = {  # path, or method and path -> what a 200 is, where that is JSON
     "/v1/chat/completions": ChatCompletion,
+    "/v1/chat/completions/batch": ChatCompletion,
     "/v1/completions": Completion,
     "/v1/responses": Response,
     "GET /v1/responses/{response}": Response,
     "DELETE /v1/responses/{response}": DeletedResponse,
+    "/v1/responses/{response}/cancel": Response,
     "/v1/messages": Message,
     "/v1/messages/count_tokens": MessageTokens,
     "/v1/embeddings": Embeddings,
@@ -319,6 +337,8 @@ ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path -> what
     "/v1/models/{model}": Model,
     "/health": Health,
     "/ready": Ready,
+    "/load": Load,
+    "/tokenizer_info": dict[str, Any],
     "/version": Version,
     "/overview": Overview,
     "/explain/{request}": Explained,

@@ -13,10 +13,12 @@ from starlette.responses import Response
 from penstock.api import (
     batches,
     chat,
+    chat_batch,
     completions,
     embeddings,
     files,
     health,
+    invocations,
     messages,
     models,
     overview,
@@ -26,6 +28,7 @@ from penstock.api import (
     tokenize,
 )
 from penstock.api.http import Application, Route, json_response
+from penstock.api.openai import AnswerDefaults
 from penstock.api.openapi import document
 from penstock.api.response_store import ResponseStore
 from penstock.obs.metrics import Metrics
@@ -53,6 +56,8 @@ def create_app(
     root_path: str = "",
     batch_store: BatchStore | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    answer_defaults: AnswerDefaults = AnswerDefaults(),  # noqa: B008  (it is immutable)
+    shows_tokenizer: bool = False,
 ) -> Application:
     """All routes.
 
@@ -69,22 +74,26 @@ def create_app(
         root_path: what paths may begin with, for a proxy in front that has other things too.
         batch_store: files and batches, which who runs them looks for there; None refuses them.
         max_file_bytes: longer uploads get a 413.
+        answer_defaults: what chats and completions have in their answers.
+        shows_tokenizer: see `tokenize.routes`.
     """
     tenants_apart = (keys_change or len(set(api_keys)) > 1) and not share_prefixes
     routes = [
-        *chat.routes(frontend),
-        *completions.routes(frontend),
+        *chat.routes(frontend, answer_defaults),
+        *chat_batch.routes(frontend, answer_defaults),
+        *completions.routes(frontend, answer_defaults),
         *responses.routes(frontend, ResponseStore(kept_responses)),
         *messages.routes(frontend),
         *embeddings.routes(frontend),
         *files.routes(batch_store, max_file_bytes),
         *batches.routes(batch_store),
-        *tokenize.routes(frontend),
+        *tokenize.routes(frontend, shows_tokenizer=shows_tokenizer),
         *models.routes(frontend),
         *health.routes(frontend, metrics, _version()),
         *overview.routes(frontend, tenants_apart=tenants_apart),
         *(sleep.routes(frontend) if sleep_mode else ()),
     ]
+    routes += invocations.routes(frontend, routes)
 
     described = functools.lru_cache(1)(functools.partial(document, routes, _version()))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.api.block_schema import messages_fields, response_fields
+from penstock.api.chat_batch import HARMLESS, ChatBatchBody
 from penstock.api.messages import CountBody, MessagesBody
 from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
@@ -42,6 +43,7 @@ from penstock.core.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,
+    MAX_LOGPROB_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRING_CHARS,
@@ -127,6 +129,9 @@ def body_schema(
         schema["allOf"] = _conditions(model)
     elif "messages" in fields:
         schema["allOf"] = [_exactly_one("prompt", "messages"), _one_turn()]
+    if issubclass(model, ChatBatchBody):
+        fields["messages"] = {"type": "array", "items": _messages(), "minItems": 1, "maxItems": MAX_PROMPTS}
+        fields |= {name: {"enum": [None, *values]} for name, values in HARMLESS.items()}
     return _without_unserved(model, schema)
 
 
@@ -198,6 +203,11 @@ def _generation(model: type[Body], fields: Schema, tokens: Schema, max_model_len
     fields["response_format"] = {"anyOf": [NULL, *_formats()]}
     fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
     fields["logit_bias"] = {"anyOf": [_bias(), NULL]}
+    fields["logprob_token_ids"] = {"anyOf": [tokens | {"minItems": 1, "maxItems": MAX_LOGPROB_TOKENS}, NULL]}
+    if issubclass(model, ChatBody):
+        given = {"prompt_token_ids": {"anyOf": [tokens | {"minItems": 1}, NULL]}}
+        transfer = {"type": "object", "properties": given, "additionalProperties": NULL}
+        fields["kv_transfer_params"] = {"anyOf": [transfer, NULL]}
     options = {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS}
     fields["stream_options"] = {"anyOf": [{"type": "object", "properties": options}, NULL]}
 
@@ -285,10 +295,9 @@ def _messages() -> Schema:
         "required": ["type", "text"],
     }
     content = [{"type": "string"}, {"type": "array", "items": part}]
-    others = [role for role in ROLES if role != "assistant"]
     asked = {
         "type": "object",
-        "properties": {"role": {"enum": others}, "content": {"anyOf": content}},
+        "properties": {"role": TEXT | {"examples": [*ROLES]}, "content": {"anyOf": content}},
         "required": ["role", "content"],
     }
     spelled = {"type": "string", "contentMediaType": "application/json"}
@@ -323,10 +332,11 @@ def _conditions(model: type[Body]) -> list[Schema]:
         _either({"use_beam_search": NOT_TRUE} | without, {"use_beam_search": TRUE}, stream=NOT_TRUE, **with_beams),
     ]
     if issubclass(model, ChatBody):
-        found += [_one_turn(), _either({"top_logprobs": NULL}, {"logprobs": TRUE})]
+        found += [_one_turn(), _either({"top_logprobs": NULL, "logprob_token_ids": NULL}, {"logprobs": TRUE})]
     if issubclass(model, CompletionBody):
         some = {"anyOf": [NULL, {"type": "integer", "minimum": 1}]}
-        found.append(_either({"max_tokens": some}, {"echo": TRUE}, min_tokens={"enum": [None, 0]}))
+        nothing = {"min_tokens": {"enum": [None, 0]}, "logprob_token_ids": NULL}
+        found.append(_either({"max_tokens": some}, {"echo": TRUE}, **nothing))
         rest = {"prompt_logprobs": NULL, "use_beam_search": NOT_TRUE}
         found.append({"anyOf": [{"properties": each} for each in ({"echo": NOT_TRUE}, {"logprobs": NULL}, rest)]})
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,9 +12,9 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.message import MessageReader, reasoning_tokens
-from penstock.api.openai import Envelope, usage_body
-from penstock.api.schema import ChatBody, Prediction, sampling_params, service_level
+from penstock.api.message import MessageReader, plain_message, reasoning_tokens
+from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
+from penstock.api.schema import ChatBody, Prediction, check_token_ids, sampling_params, service_level
 from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
 from penstock.api.tools import ToolUse
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
     async def chat_completions(request: Request) -> UntilDisconnect:
-        body = await read_body(request, ChatBody)
+        body = defaults.applied(await read_body(request, ChatBody))
         level = service_level(body, request.headers)
         make = partial(ChatShape, body)
         return UntilDisconnect(partial(answer, frontend, body, level, request.state.request_id, make))
@@ -107,7 +106,11 @@ async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     if use is not None and (form := _free_form(dialect, use, body, params)) is not None:
         params = dataclasses.replace(params, structured_outputs=form)
         await check_grammar(frontend, params, use.renamed)
-    prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
+    prompt = body.given_prompt
+    if prompt is None:
+        prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
+    else:
+        check_token_ids(prompt, frontend.vocab_size, "kv_transfer_params.prompt_token_ids")
     prompt = list(truncated(prompt, params, frontend.max_model_len))
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
@@ -128,6 +131,7 @@ async def prompt_of(frontend: Frontend, body: ChatBody, max_model_len: int | Non
     return await frontend.encode_chat(
         body.messages,
         size=body.size,
+        add_special_tokens=bool(body.add_special_tokens),
         add_generation_prompt=body.opens_turn,
         continue_final_message=bool(body.continue_final_message),
         tools=None if body.tool_use is None else body.tool_use.declared,
@@ -220,47 +224,53 @@ class ChatShape:
 
     def __init__(self, body: ChatBody, frontend: Frontend, model: str, request_id: str, turn: Turn) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = {"id": f"chatcmpl-{request_id}", "object": kind, "created": int(time.time()), "model": model}
+        self._head = head(f"chatcmpl-{request_id}", kind, model, body)
         self._tokenizer = frontend.tokenizer
         self._token_ids = bool(body.return_token_ids)
+        self._beside = beside(frontend, body)
         self._prompt = turn.prompt
         self._n = turn.params.n
         self._readers = turn.readers
-        self._named = body.tool_use is not None and body.tool_use.named is not None
+        self._one_call = body.tool_use is not None and body.tool_use.named is not None
         self._envelope = Envelope(self._head, body.include_usage)
         self.failure = self._envelope.failure
-        self.shows_tokens = self._token_ids or bool(body.logprobs)
+        self._by_id, self._timed = body.return_tokens_as_token_ids, body.shows_timing
+        self._echo = body.echoed
         self.counts = body.continuous_usage
         self.count = self._envelope.count
 
     def opening(self) -> list[bytes]:
-        role = {"role": "assistant", "content": ""}
+        role = {"role": "assistant", "content": self._echo}
         choices = [{"index": i, "delta": role, "logprobs": None, "finish_reason": None} for i in range(self._n)]
         return [self._envelope.event(choice, None if choice["index"] else self._prompt_ids()) for choice in choices]
 
+    def closing(self, usage: Usage) -> bytes:
+        return self._envelope.closing(self._used(usage))
+
+    def _used(self, usage: Usage) -> dict[str, Any]:
+        """With what of it was reasoning, where that is told from the content."""
+        body = usage_body(usage)
+        if (count := reasoning_tokens(self._tokenizer, self._readers)) is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": count}
+        return {"usage": body, **(timing_body(usage) if self._timed else {})}
+
     def content(self, delta: Delta) -> bytes:
+        last = delta.finish_reason is not None
+        if self._readers:
+            said = self._readers[delta.index].push(delta.text, last=last)
+        else:
+            said = {"content": delta.text} if delta.text or not last else {}
         choice: dict[str, Any] = {
             "index": delta.index,
-            "delta": self._readers[delta.index].push(delta.text) if self._readers else {"content": delta.text},
+            "delta": said,
             "logprobs": self._logprobs(delta),
-            "finish_reason": None,
+            "finish_reason": self._finish_reason(delta),
         }
+        if last:
+            choice["stop_reason"] = delta.stop_reason
         if self._token_ids:
             choice["token_ids"] = delta.tokens
         return self._envelope.event(choice)
-
-    def finish(self, delta: Delta) -> bytes:
-        choice = {
-            "index": delta.index,
-            "delta": self._readers[delta.index].finish() if self._readers else {},
-            "logprobs": None,
-            "finish_reason": self._finish_reason(delta),
-            "stop_reason": delta.stop_reason,
-        }
-        return self._envelope.event(choice)
-
-    def closing(self, usage: Usage) -> bytes:
-        return self._envelope.closing(usage, self._reasoning())
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         choices = [
@@ -270,30 +280,28 @@ class ChatShape:
                 "logprobs": self._logprobs(output),
                 "finish_reason": self._finish_reason(output),
                 "stop_reason": output.stop_reason,
-                **({"token_ids": output.tokens} if self._token_ids else {}),
+                "token_ids": output.tokens if self._token_ids else None,
             }
             for output in outputs
         ]
-        beside: dict[str, Any] = self._prompt_ids()
-        if (found := outputs[0].prompt_logprobs) is not None:
-            beside["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._prompt, found)
-        return {**self._head, "choices": choices, "usage": usage_body(usage, self._reasoning()), **beside}
+        found = outputs[0].prompt_logprobs
+        scored = None if found is None else prompt_logprobs(self._tokenizer, self._prompt, found)
+        of_prompt = {"prompt_logprobs": scored, "prompt_token_ids": self._prompt if self._token_ids else None}
+        return {**self._head, "choices": choices, **self._used(usage), **self._beside, **of_prompt}
 
     def _message(self, output: Delta) -> dict[str, Any]:
-        if self._readers:
-            return self._readers[output.index].whole(output.text)
-        return {"role": "assistant", "content": output.text, "refusal": None}
-
-    def _reasoning(self) -> int | None:
-        return reasoning_tokens(self._tokenizer, self._readers)
+        message = self._readers[output.index].whole(output.text) if self._readers else plain_message(output.text)
+        return message | {"content": self._echo + (message["content"] or "")} if self._echo else message
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it: an output that ends with calls says so, but not where the one call was named."""
         calls = self._readers[delta.index].calls if self._readers else 0
-        return "tool_calls" if calls and not self._named and delta.finish_reason == "stop" else delta.finish_reason
+        return "tool_calls" if calls and not self._one_call and delta.finish_reason == "stop" else delta.finish_reason
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        return None if delta.logprobs is None else chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)
+        if delta.logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs, self._by_id)
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         return {"prompt_token_ids": self._prompt} if self._token_ids else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
-from penstock.api.openai import Envelope, usage_body
+from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
 from penstock.api.prompts import encoded
 from penstock.api.schema import CompletionBody, prompts_of, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(frontend: Frontend, defaults: AnswerDefaults) -> list[Route]:
     async def completions(request: Request) -> UntilDisconnect:
-        body = await read_body(request, CompletionBody)
+        body = defaults.applied(await read_body(request, CompletionBody))
         level = service_level(body, request.headers)
         return UntilDisconnect(partial(_answer, frontend, body, level, request.state.request_id))
 
@@ -89,21 +88,18 @@ class CompletionShape:
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
     ) -> None:
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._head = head(f"cmpl-{request_id}", "text_completion", model, body)
         self._token_ids = bool(body.return_token_ids)
         self._prompts = [prompt for prompt in prompts for _ in range(params.n)]  # by output
         self._echoes = [echo for echo in echoes for _ in range(params.n)]
         self._logprobs: list[CompletionLogprobs] = []  # by output, where asked for
         if params.logprobs is not None:
-            self._logprobs = [CompletionLogprobs(frontend.tokenizer, params.skip_special_tokens) for _ in self._prompts]
+            how = frontend.tokenizer, params.skip_special_tokens, body.return_tokens_as_token_ids
+            self._logprobs = [CompletionLogprobs(*how) for _ in self._prompts]
         self._envelope = Envelope(self._head, body.include_usage)
-        self.closing, self.failure = self._envelope.closing, self._envelope.failure
-        self.shows_tokens = self._token_ids or params.logprobs is not None
+        self.failure = self._envelope.failure
+        self._timed = body.shows_timing
+        self._beside = beside(frontend, body)
         self.counts = body.continuous_usage
         self.count = self._envelope.count
         self._tokenizer = frontend.tokenizer
@@ -112,7 +108,7 @@ class CompletionShape:
 
     def opening(self) -> list[bytes]:
         return [
-            self._envelope.event(self._choice(i, echo, prompt_ids=self._token_ids))
+            self._envelope.event(self._piece(i, echo) | self._prompt_ids(i))
             for i, echo in enumerate([""] * len(self._echoes) if self._scores_echo else self._echoes)
             if echo or self._token_ids
         ]
@@ -121,31 +117,40 @@ class CompletionShape:
         # an echo with log-probabilities comes with them, and they come with the first token
         first = self._scores_echo and delta.prompt_logprobs is not None
         text = self._echoes[delta.index] + delta.text if first else delta.text
-        return self._envelope.event(self._choice(delta.index, text, delta))
+        return self._envelope.event(self._piece(delta.index, text, delta))
 
-    def finish(self, delta: Delta) -> bytes:
-        ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        return self._envelope.event(self._choice(delta.index, "") | ends)
+    def closing(self, usage: Usage) -> bytes:
+        return self._envelope.closing(self._used(usage))
+
+    def _used(self, usage: Usage) -> dict[str, Any]:
+        return {"usage": usage_body(usage), **(timing_body(usage) if self._timed else {})}
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
+        absent = {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
         choices = [
-            self._choice(output.index, self._echoes[output.index] + output.text, output, prompt_ids=self._token_ids)
-            | {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+            absent
+            | self._piece(output.index, self._echoes[output.index] + output.text, output)
+            | self._prompt_ids(output.index)
             for output in outputs
         ]
-        return {**self._head, "choices": choices, "usage": usage_body(usage)}
+        return {**self._head, "choices": choices, **self._used(usage), **self._beside}
 
-    def _choice(self, index: int, text: str, delta: Delta | None = None, *, prompt_ids: bool = False) -> dict[str, Any]:
+    def _piece(self, index: int, text: str, delta: Delta | None = None) -> dict[str, Any]:
+        """A choice, or what an event brings of it."""
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        if delta is not None:
-            prompt, found = self._prompts[index], delta.prompt_logprobs
-            if delta.logprobs is not None:
-                echoed = (prompt, self._echoes[index]) if self._scores_echo and found is not None else ()
-                choice["logprobs"] = self._logprobs[index].piece(delta, delta.logprobs, *echoed)
-            if self._scores_prompt:
-                choice["prompt_logprobs"] = None if found is None else prompt_logprobs(self._tokenizer, prompt, found)
-            if self._token_ids:
-                choice["token_ids"] = delta.tokens
-        if prompt_ids:
-            choice["prompt_token_ids"] = self._prompts[index]
+        if self._token_ids:
+            choice["token_ids"] = [] if delta is None else delta.tokens
+        if delta is None:
+            return choice
+        prompt, found = self._prompts[index], delta.prompt_logprobs
+        if delta.logprobs is not None:
+            echoed = (prompt, self._echoes[index]) if self._scores_echo and found is not None else ()
+            choice["logprobs"] = self._logprobs[index].piece(delta, delta.logprobs, *echoed)
+        if self._scores_prompt:
+            choice["prompt_logprobs"] = None if found is None else prompt_logprobs(self._tokenizer, prompt, found)
+        if delta.finish_reason is not None:
+            choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return choice
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[index]} if self._token_ids else {}

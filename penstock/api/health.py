@@ -1,4 +1,4 @@
-"""GET /health, /ready, /metrics, /version: for operators, without an API key."""
+"""GET /health, /ready, /metrics, /version: for operators, without an API key; and /load."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ def routes(frontend: Frontend, metrics: Metrics, version: str) -> list[Route]:
     async def show_version(request: Request) -> Response:
         return json_response({"version": version})
 
+    async def load(request: Request) -> Response:
+        """How many requests this process works on."""
+        return json_response({"server_load": frontend.requests})
+
     return [
         Route("GET", "/health", health),
+        Route("GET", "/load", load),
         Route("GET", "/ready", ready),
         Route("GET", "/metrics", render_metrics),
         Route("GET", "/version", show_version),

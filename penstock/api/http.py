@@ -31,7 +31,7 @@ from penstock.service.batch_runner import Answer
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
-OPEN_ROUTES = {"/", "/docs", "/health", "/ready", "/metrics", "/version"}  # need no key
+OPEN_ROUTES = {"/", "/docs", "/health", "/ping", "/ready", "/metrics", "/version"}  # need no key
 PAGE_FILES = "/page/"  # neither does what is below it
 WHILE_DRAINING = {"/health", "/metrics", "/version"}  # served while draining
 MAX_REQUEST_ID_CHARS = 128
@@ -256,6 +256,19 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
         HTTPException: 413, longer than the application allows.
         ClientDisconnect: the client left.
     """
+    body, ignored = parse(await read_data(request), model)
+    body.came_from(request.state.tenant)
+    if ignored:
+        names = (quote(name[:MAX_LISTED_CHARS], safe="") for name in ignored[:MAX_LISTED_FIELDS])
+        request.state.headers.append((b"x-penstock-ignored-fields", ", ".join(names).encode()))
+    return body
+
+
+async def read_data(request: Request) -> bytes:
+    """The request's body as it came, however often it is asked for. Raises as `read_body` does."""
+    found: bytes | None = getattr(request.state, "data", None)
+    if found is not None:
+        return found
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise InvalidRequest(f"content-type: {kind!r}, allowed is application/json", "content-type")
@@ -266,12 +279,8 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
         request.state.body_bytes = len(data)
         if len(data) > limit:
             raise HTTPException(413, f"the body is too long, at most {limit} bytes are allowed")
-    body, ignored = parse(bytes(data), model)
-    body.came_from(request.state.tenant)
-    if ignored:
-        names = (quote(name[:MAX_LISTED_CHARS], safe="") for name in ignored[:MAX_LISTED_FIELDS])
-        request.state.headers.append((b"x-penstock-ignored-fields", ", ".join(names).encode()))
-    return body
+    request.state.data = bytes(data)
+    return bytes(data)
 
 
 def json_response(payload: object) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.request import TokenLogprobs
@@ -14,12 +14,20 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def token_names(tokenizer: Tokenizer, by_id: bool | None) -> Callable[[int], str]:
+    """What tokens are called: by their text, or, as vLLM does, by their ids."""
+    return "token_id:{}".format if by_id else tokenizer.token_text
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], by_id: bool | None = None
+) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
+    name = token_names(tokenizer, by_id)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
-        return {"token": tokenizer.token_text(token), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+        return {"token": name(token), "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
     return {
         "content": [
@@ -51,10 +59,12 @@ class CompletionLogprobs:
 
     Args:
         skip_special_tokens: whether special tokens are absent from the text.
+        by_id: see `token_names`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, by_id: bool | None = None) -> None:
         self._tokenizer = tokenizer
+        self._name = token_names(tokenizer, by_id)
         self._silent = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # in characters
@@ -74,7 +84,7 @@ class CompletionLogprobs:
             self._decoder.reset()
             self._offset = len(echo)
         return {
-            "tokens": [self._tokenizer.token_text(token) for token, _ in pairs],
+            "tokens": [self._name(token) for token, _ in pairs],
             "token_logprobs": [None if found is None else max(found.chosen, LOWEST) for _, found in pairs],
             "top_logprobs": [None if found is None else self._likeliest(token, found) for token, found in pairs],
             "text_offset": starts + [self._start_of(token) for token in delta.tokens],
@@ -82,8 +92,9 @@ class CompletionLogprobs:
 
     def _likeliest(self, token: int, found: TokenLogprobs) -> dict[str, float]:
         # the likeliest first, and of two tokens with one text the likelier; the chosen one is always there
-        text = self._tokenizer.token_text
-        return {text(other): max(logprob, LOWEST) for other, logprob in reversed([*found.top, (token, found.chosen)])}
+        return {
+            self._name(other): max(logprob, LOWEST) for other, logprob in reversed([*found.top, (token, found.chosen)])
+        }
 
     def _start_in(self, echo: str, token: int) -> int:
         """The same in the prompt's text, where special tokens show when they were written out."""

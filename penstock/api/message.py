@@ -13,6 +13,10 @@ from penstock.text.tools.base import Arguments, Call, Event, ToolParser
 Fields = dict[str, Any]
 
 
+def plain_message(content: str) -> Fields:
+    return {"role": "assistant", "content": content, "refusal": None, "reasoning_content": None, "reasoning": None}
+
+
 class MessageReader:
     """One output's message. What deltas say, put together, is what `whole` says.
 
@@ -24,62 +28,50 @@ class MessageReader:
 
     Attributes:
         calls: how many have begun.
-        reasons: whether reasoning is told from content.
+        thought: its reasoning, in pieces, also where it is not shown; None where it is part of the content.
     """
 
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, several: bool, shows_reasoning: bool
     ) -> None:
         self.calls = 0
-        self.reasons = reasoning is not None
-        self._thought: list[str] = []
+        self.thought: list[str] | None = None if reasoning is None else []
         self._reasoning, self._tools = reasoning, tools
         self._several, self._shows_reasoning = several, shows_reasoning
         self._dropping = False  # the newest call
 
-    def push(self, text: str) -> Fields:
-        """The fields of a delta, possibly none, for what this text brings."""
-        thought, answer = self._reasoning.push(text) if self._reasoning is not None else ("", text)
-        events: Sequence[Event] = [answer] if self._tools is None else self._tools.push(answer)
-        return self._fields(thought, events)
+    def push(self, text: str, *, last: bool = False) -> Fields:
+        """The fields of a delta, possibly none, for what this text brings.
 
-    def finish(self) -> Fields:
-        """The same of what was held back, when no more text comes."""
-        thought, answer = self._reasoning.finish() if self._reasoning is not None else ("", "")
+        Args:
+            last: no more comes; what was held back is in it, too.
+        """
+        thought, answer = "", text
+        if self._reasoning is not None:
+            thought, answer = self._reasoning.push(text)
+            if last:
+                held = self._reasoning.finish()
+                thought, answer = thought + held[0], answer + held[1]
         events: Sequence[Event] = [answer]
         if self._tools is not None:
-            events = [*self._tools.push(answer), *self._tools.finish()]
+            events = [*self._tools.push(answer), *(self._tools.finish() if last else ())]
         return self._fields(thought, events)
 
     def whole(self, text: str) -> Fields:
         """The message's fields, of all of its text."""
-        first, last = self.push(text), self.finish()
-        content = first.get("content", "") + last.get("content", "")
-        calls: list[Fields] = []
-        for part in (*first.get("tool_calls", ()), *last.get("tool_calls", ())):
-            if "id" in part:
-                calls.append({key: part[key] for key in ("id", "type", "function")})
-            else:
-                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
-        message: Fields = {"role": "assistant", "content": content, "refusal": None}
-        if self._reasoning is not None and self._shows_reasoning:
-            thought = first.get("reasoning", "") + last.get("reasoning", "")
-            message |= {"reasoning_content": thought or None, "reasoning": thought or None}
-            if thought and not content:
-                message["content"] = None
+        fields = self.push(text, last=True)
+        calls = [{key: call[key] for key in ("id", "type", "function")} for call in fields.get("tool_calls", ())]
+        message = plain_message(fields.get("content", ""))
+        if thought := fields.get("reasoning"):
+            message |= {"reasoning_content": thought, "reasoning": thought, "content": message["content"] or None}
         if calls:
-            message |= {"content": content or None, "tool_calls": calls}
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return message
-
-    @property
-    def thought(self) -> str:
-        """All of the reasoning so far, shown or not."""
-        return "".join(self._thought)
 
     def _fields(self, thought: str, events: Sequence[Event]) -> Fields:
         fields: Fields = {}
-        if thought:
-            self._thought.append(thought)
+        if thought and self.thought is not None:
+            self.thought.append(thought)
         if thought and self._shows_reasoning:
             fields |= {"reasoning_content": thought, "reasoning": thought}
         content = "".join(event for event in events if isinstance(event, str))
@@ -109,8 +101,6 @@ class MessageReader:
 
 
 def reasoning_tokens(tokenizer: Tokenizer, readers: Sequence[MessageReader]) -> int | None:
-    """What outputs' reasoning is long, in tokens; None where it is not told from content."""
-    if not any(reader.reasons for reader in readers):
-        return None
-    thoughts = [reader.thought for reader in readers]
-    return sum(len(tokenizer.encode(thought, False)) for thought in thoughts if thought)
+    """How long outputs' reasoning is, in tokens; None where it is part of the content."""
+    thoughts = ["".join(reader.thought) for reader in readers if reader.thought is not None]
+    return sum(len(tokenizer.encode(thought, False)) for thought in thoughts if thought) if thoughts else None

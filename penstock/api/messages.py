@@ -66,7 +66,7 @@ class MessagesBody(Body):
             thinks: whether the model does; else it makes no difference what is said of that.
         """
         for name in ELSEWHERE:
-            if (self.model_extra or {}).get(name):
+            if (self.model_extra or {}).get(name) not in (None, []):
                 raise UnsupportedField(f"{name} is not supported: nothing but functions of the client is called", name)
         messages, places = _messages(self.system, self.messages)
         last = self.messages[-1].get("role")
@@ -244,7 +244,7 @@ def _thinking(said: Block | None, effort: Any, thinks: bool) -> Fields:
         raise wrong_value("thinking.type", kind, ", ".join(THINKING))
     if effort not in EFFORTS:
         raise wrong_value("output_config.effort", effort, ", ".join(each for each in EFFORTS if each))
-    budget = (said or {}).get("budget_tokens")
+    budget = whole_number((said or {}).get("budget_tokens"))
     if budget is not None and (type(budget) is not int or budget < 1):
         raise wrong_value("thinking.budget_tokens", budget, "a whole number at least 1")
     if not thinks:
@@ -288,7 +288,6 @@ def _unknown(where: str, kind: str, allowed: str) -> UnsupportedField:
 class MessageShape:
     """See `sse.Shape`. Its content is a list of blocks, which follow each other in a stream, too."""
 
-    shows_tokens = False
     counts = False
 
     def __init__(self, frontend: Frontend, model: str, request_id: str, turn: Turn) -> None:
@@ -309,13 +308,13 @@ class MessageShape:
         return [_event("message_start", message=message)]
 
     def content(self, delta: Delta) -> bytes:
-        fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text)
-        return b"".join(self._deltas(fields))
-
-    def finish(self, delta: Delta) -> bytes:
-        events = [] if self._reader is None else [*self._deltas(self._reader.finish())]
-        self._end = self._ended(delta)
-        return b"".join([*events, *self._stop()])
+        last = delta.finish_reason is not None
+        fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text, last=last)
+        events = [*self._deltas(fields)]
+        if last:
+            self._end = self._ended(delta)
+            events += self._stop()
+        return b"".join(events)
 
     def closing(self, usage: Usage) -> bytes:
         end = _event("message_delta", delta=self._end, usage=_usage(usage))

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.api.errors import error_row
+from penstock.api.schema import GenerationBody
 from penstock.api.sse import encode
 from penstock.service.generation import Usage
 
+if TYPE_CHECKING:
+    from penstock.service.frontend import Frontend
+
 DONE = b"data: [DONE]\n\n"
+BodyType = TypeVar("BodyType", bound=GenerationBody)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerDefaults:
+    """What the server's flags say of answers, where a request says nothing.
+
+    Attributes:
+        tokens_as_ids: see `GenerationBody.return_tokens_as_token_ids`.
+        usage: whether all events of streams say how much was used, whatever the request says.
+        timing: whether answers say how long they took.
+    """
+
+    tokens_as_ids: bool = False
+    usage: bool = False
+    timing: bool = False
+
+    def applied(self, body: BodyType) -> BodyType:
+        """The same body, with them."""
+        if body.return_tokens_as_token_ids is None:
+            body.return_tokens_as_token_ids = self.tokens_as_ids
+        if self.usage and body.stream:
+            body.stream_options = {"include_usage": True, "continuous_usage_stats": True}
+        body.show_timing(self.timing)
+        return body
 
 
 class Envelope:
@@ -37,30 +68,53 @@ class Envelope:
             return self._head + encode(choice) + b"]," + encode(beside)[1:-1] + self._tail[1:]
         return self._head + encode(choice) + self._tail
 
-    def closing(self, usage: Usage, reasoning: int | None = None) -> bytes:
+    def closing(self, last: dict[str, Any]) -> bytes:
         """
         Args:
-            reasoning: see `usage_body`.
+            last: what the last event has beside choices, of which there are none: usage, and perhaps more.
         """
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + encode(usage_body(usage, reasoning)) + b"}\n\n" + DONE
+        return self._head + b"]," + encode(last)[1:] + b"\n\n" + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         return b"data: " + encode(error_row(error, request_id)[1]) + b"\n\n"
 
 
-def usage_body(usage: Usage, reasoning: int | None = None) -> dict[str, Any]:
-    """
-    Args:
-        reasoning: tokens of what the model thought; None where nothing tells them from others.
-    """
-    body: dict[str, Any] = {
+def head(identity: str, kind: str, model: str, body: GenerationBody) -> dict[str, Any]:
+    """What an answer and all of its events begin with."""
+    tier = {} if body.service_tier is None else {"service_tier": body.served_tier}
+    return {"id": identity, "object": kind, "created": int(time.time()), "model": model, **tier}
+
+
+def beside(frontend: Frontend, body: GenerationBody) -> dict[str, Any]:
+    """What a whole answer has beside its choices, as vLLM has it, and their log-probabilities."""
+    return {
+        "service_tier": body.served_tier,
+        "system_fingerprint": frontend.fingerprint,
+        "kv_transfer_params": None,
+    }
+
+
+def timing_body(usage: Usage) -> dict[str, Any]:
+    """vLLM's `metrics` of a request: milliseconds, what is not known left out."""
+    tokens, decode = usage.completion_tokens, usage.decode
+    found = {
+        "time_to_first_token_ms": usage.first,
+        "generation_time_ms": decode,
+        "queue_time_ms": usage.queue,
+        "mean_itl_ms": None if decode is None or tokens < 2 else decode / (tokens - 1),
+    }
+    body = {name: seconds * 1e3 for name, seconds in found.items() if seconds is not None}
+    if usage.first is not None and tokens:
+        body["tokens_per_second"] = tokens / max(usage.first + (decode or 0.0), 1e-9)
+    return {"metrics": body}
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    if reasoning is not None:
-        body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    return body

@@ -13,6 +13,7 @@ from penstock.api.errors import error_row
 from penstock.api.logprobs import chat_logprobs
 from penstock.api.message import Fields, reasoning_tokens
 from penstock.api.response_store import ResponseStore
+from penstock.api.schema import TIERS
 from penstock.api.sse import encode
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
@@ -27,6 +28,8 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of it
 class ResponseFields(Protocol):
     """What of a request is repeated in its answer; `responses.ResponsesBody` has it."""
 
+    background: bool | None
+    enable_response_messages: bool | None
     instructions: str | None
     previous_response_id: str | None
     max_output_tokens: int | None
@@ -51,7 +54,6 @@ class ResponseShape:
         store: where the answer is kept; None where it is not.
     """
 
-    shows_tokens = False
     counts = False
 
     def __init__(
@@ -77,6 +79,25 @@ class ResponseShape:
         self._blank = ""
         self._status = "in_progress"
         self._why: Fields | None = None
+        self._prompt = turn.prompt
+        self._tokens: list[int] = []
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Its tenant and id, where it is kept."""
+        return self._tenant, self._id
+
+    def queued(self) -> Fields:
+        """The response before anything is there, which is kept, too."""
+        found = self._response(None) | {"status": "queued"}
+        self._keep(found)
+        return found
+
+    def failed(self, error: Exception) -> Fields:
+        """The response that cannot be made."""
+        said: Any = error_row(error, self._id)[1]["error"]
+        self._status = "failed"
+        return self._response(None) | {"error": {"code": said["code"], "message": said["message"]}}
 
     def count(self, usage: Usage) -> None:
         raise AssertionError("it does not count")
@@ -86,16 +107,18 @@ class ResponseShape:
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def content(self, delta: Delta) -> bytes:
-        fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text)
+        last = delta.finish_reason is not None
+        if self._body.enable_response_messages:
+            self._tokens += delta.tokens
+        fields = {"content": delta.text} if self._reader is None else self._reader.push(delta.text, last=last)
         found: list[Item] = []
         if delta.logprobs is not None:
             found = chat_logprobs(self._tokenizer, delta.tokens, delta.logprobs)["content"]
-        return b"".join(self._deltas(fields, found))
-
-    def finish(self, delta: Delta) -> bytes:
-        events = [] if self._reader is None else [*self._deltas(self._reader.finish(), [])]
-        self._end(delta)
-        return b"".join([*events, *self._done()])
+        events = [*self._deltas(fields, found)]
+        if last:
+            self._end(delta)
+            events += self._done()
+        return b"".join(events)
 
     def closing(self, usage: Usage) -> bytes:
         response = self._response(usage)
@@ -103,16 +126,11 @@ class ResponseShape:
         return self._event(f"response.{self._status}", response=response)
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        _, body = error_row(error, request_id)
-        said: Any = body["error"]
-        self._status = "failed"
-        failed = self._response(None) | {"error": {"code": said["code"], "message": said["message"]}}
-        return self._event("response.failed", response=failed)
+        return self._event("response.failed", response=self.failed(error))
 
     def whole(self, outputs: list[Delta], usage: Usage) -> dict[str, Any]:
         (output,) = outputs
         self.content(output)
-        self.finish(output)
         response = self._response(usage)
         self._keep(response)
         return response
@@ -129,7 +147,7 @@ class ResponseShape:
             "object": "response",
             "created_at": self._created,
             "status": self._status,
-            "background": False,
+            "background": bool(body.background),
             "error": None,
             "incomplete_details": self._why,
             "instructions": body.instructions,
@@ -140,7 +158,7 @@ class ResponseShape:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-            "service_tier": body.service_tier or "default",
+            "service_tier": TIERS[body.service_tier or "default"],
             "store": self._store is not None,
             "temperature": body.temperature,
             "text": body.text or {"format": {"type": "text"}},
@@ -151,7 +169,17 @@ class ResponseShape:
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),
             "user": body.user,
+            **(self._raw() if body.enable_response_messages else {}),
         }
+
+    def _raw(self) -> Fields:
+        """vLLM's: what the model read and wrote, as text and as tokens."""
+
+        def raw(tokens: list[int]) -> list[Fields]:
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            return [{"type": "raw_message_tokens", "message": text, "tokens": tokens}] if tokens else []
+
+        return {"input_messages": raw(self._prompt), "output_messages": raw(self._tokens)}
 
     def _usage(self, usage: Usage) -> Fields:
         readers = [] if self._reader is None else [self._reader]
@@ -166,6 +194,10 @@ class ResponseShape:
     def _keep(self, response: Fields) -> None:
         if self._store is None:
             return
+        if self._body.background and response["status"] != "queued":  # it may be cancelled or deleted by now
+            kept = self._store.get(*self.place)
+            if kept is None or msgspec.json.decode(kept.response)["status"] == "cancelled":
+                return
         self._store.put(self._tenant, self._id, msgspec.json.encode(response), [*self._before, *self._said()])
 
     def _said(self) -> list[Fields]:

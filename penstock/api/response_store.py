@@ -32,10 +32,12 @@ class Kept(NamedTuple):
     Attributes:
         response: as it was answered, JSON.
         messages: of the conversation up to it, its own included.
+        at: when it was put or updated, in seconds since 1970.
     """
 
     response: bytes
     messages: list[dict[str, Any]]
+    at: float
 
 
 class ResponseStore:
@@ -70,9 +72,15 @@ class ResponseStore:
 
     def get(self, tenant: str, name: str) -> Kept | None:
         with self._lock:
-            query = "SELECT response, messages FROM response WHERE tenant = ? AND id = ? AND at >= ?"
+            query = "SELECT response, messages, at FROM response WHERE tenant = ? AND id = ? AND at >= ?"
             row = self._base.execute(query, (tenant, name, time.time() - MAX_AGE)).fetchone()
-        return None if row is None else Kept(row[0], msgspec.msgpack.decode(row[1]))
+        return None if row is None else Kept(row[0], msgspec.msgpack.decode(row[1]), row[2])
+
+    def update(self, tenant: str, name: str, response: bytes) -> None:
+        """Of one that is kept: it is another one now. Its size is counted as it was."""
+        with self._change() as base:
+            values = (response, time.time(), tenant, name)
+            base.execute("UPDATE response SET response = ?, at = ? WHERE tenant = ? AND id = ?", values)
 
     def delete(self, tenant: str, name: str) -> bool:
         """Whether there was one."""

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,8 +11,10 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from penstock.api.chat import answer
+from penstock.api.background import Background
+from penstock.api.chat import Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape
@@ -80,14 +83,18 @@ class ResponsesBody(Body):
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: Int32 | None = None
     include: list[str] | None = None
+    enable_response_messages: bool | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
     def check(self) -> None:
-        if self.background:
-            raise UnsupportedField("background: true is not supported: /v1/batches is for what may wait", "background")
+        if self.background and self.store is False:
+            problem = "true with store: false, background can only be used when `store` is true"
+            raise InvalidRequest(f"background: {problem}", "background")
+        if self.background and self.stream:
+            raise UnsupportedField("background: true is not supported with stream: true", "background")
         if self.truncation == "auto":
             raise UnsupportedField("truncation: 'auto' is not supported, allowed is 'disabled'", "truncation")
 
@@ -117,7 +124,9 @@ class ResponsesBody(Body):
 
 
 def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
-    async def responses(request: Request) -> UntilDisconnect:
+    behind = Background(store)
+
+    async def responses(request: Request) -> ASGIApp:
         body = await read_body(request, ResponsesBody)
         tenant = request.state.tenant
         before: list[Fields] = []
@@ -130,14 +139,34 @@ def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
         level = service_level(chat, request.headers)
         conversation = [*before, *messages_of(body.input)[0]]
         shape = partial(ResponseShape, body, conversation, store if body.store is not False else None, tenant)
-        return UntilDisconnect(partial(answer, frontend, chat, level, request.state.request_id, shape))
+        work = partial(answer, frontend, chat, level, request.state.request_id)
+        if not body.background:
+            return UntilDisconnect(partial(work, shape))
+        begun: asyncio.Future[ResponseShape] = asyncio.get_running_loop().create_future()
+
+        def begin(frontend: Frontend, model: str, request_id: str, turn: Turn) -> ResponseShape:
+            begun.set_result(shape(frontend, model, request_id, turn))
+            return begun.result()
+
+        return json_response(await behind.begin(partial(work, begin), begun))
 
     async def get_response(request: Request) -> Response:
-        """An answer that is still kept."""
+        """An answer that is still kept, or is made in the background."""
         name = request.path_params["response"]
-        if (kept := store.get(request.state.tenant, name)) is None:
+        if (found := behind.get(request.state.tenant, name)) is None:
             raise _gone(name)
-        return Response(kept.response, media_type="application/json")
+        return json_response(found)
+
+    async def cancel_response(request: Request) -> Response:
+        """End what is made in the background."""
+        name = request.path_params["response"]
+        try:
+            found = behind.cancel(request.state.tenant, name)
+        except ValueError:
+            raise InvalidRequest("Cannot cancel a synchronous response. Allowed is that of background: true") from None
+        if found is None:
+            raise _gone(name)
+        return json_response(found)
 
     async def delete_response(request: Request) -> Response:
         """Keep it no longer."""
@@ -151,13 +180,16 @@ def routes(frontend: Frontend, store: ResponseStore) -> list[Route]:
         Route("POST", "/v1/responses", responses, ResponsesBody, refusals=refusals),
         Route("GET", "/v1/responses/{response}", get_response, refusals=refusals),
         Route("DELETE", "/v1/responses/{response}", delete_response, refusals=refusals),
+        Route("POST", "/v1/responses/{response}/cancel", cancel_response, refusals=refusals),
     ]
 
 
 def _gone(name: str, field: str = "") -> HTTPException:
     where = f"{field}: " if field else ""
     return HTTPException(
-        404, f"{where}{SHORT.repr(name)} is not kept: it never was, with store: false, or it was long ago"
+        404,
+        f"{where}Response with id {SHORT.repr(name)} not found. It is not kept: it never was, with store: false, or it "
+        "was long ago",
     )
 
 

@@ -28,6 +28,7 @@ SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParam
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048  # to embed, as OpenAI allows
 MAX_BIAS_DIGITS = 10
+MOST_SHOWN = 5  # wrong keys
 MAX_DEPTH = 200  # objects and lists in a body that are within each other: what pydantic's parser takes
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 SHORT = reprlib.Repr()
@@ -69,8 +70,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     # the prompt
     "suffix": ("",),
-    "echo": (False,),
-    "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
     "reasoning_effort": (),
@@ -78,9 +77,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     # the answer
-    "logprob_token_ids": (),
     "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,),
     "modalities": (["text"],),
@@ -107,7 +104,8 @@ FOREIGN = {"ebnf", "grammar", "json_schema", "max_new_tokens", "no_repeat_ngram_
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SLO_HEADERS = {"ttft_ms": "x-llm-d-slo-ttft-ms", "tpot_ms": "x-llm-d-slo-tpot-ms"}
-TIERS = {None: False, "auto": False, "default": False, "flex": True}  # -> whether it is offline work
+TIERS = {"auto": "default", "default": "default", "scale": "default", "flex": "flex", "priority": "priority"}
+PRIORITY = -1  # of the tier of that name, where the request says none
 
 # pydantic's error types -> what would be allowed
 ALLOWED = {
@@ -233,6 +231,11 @@ class ServedBody(Body):
     metadata: dict[str, Any] | None = None
 
     @property
+    def served_tier(self) -> str | None:
+        """The tier by which it is served, where it asked for one; see `service_level`."""
+        return None if self.service_tier is None else TIERS[self.service_tier]
+
+    @property
     def prefix_salt(self) -> str:
         """Only requests with the same one share cached prefixes."""
         return self._tenant + (self.cache_salt or "")
@@ -280,6 +283,17 @@ class GenerationBody(ServedBody):
     length_penalty: float | None = None
     early_stopping: Annotated[bool | Literal["never"] | None, SkipValidation] = None  # `SamplingParams` says more
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: TokenIds | None = None
+    _shows_timing: bool = PrivateAttr(False)
+
+    @property
+    def shows_timing(self) -> bool:
+        """Whether the answer says how long it took."""
+        return self._shows_timing
+
+    def show_timing(self, shows: bool) -> None:
+        self._shows_timing = shows
 
     @property
     def include_usage(self) -> bool:
@@ -336,6 +350,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -352,6 +369,20 @@ class ChatBody(GenerationBody):
     def tool_use(self) -> ToolUse | None:
         """What is to be called; None is nothing."""
         return self._tool_use
+
+    @property
+    def echoed(self) -> str:
+        """What the answer's content begins with: the message that it goes on with, where that is asked for."""
+        last = self.messages[-1]
+        if not self.echo or self.opens_turn or last["role"] != "assistant":
+            return ""
+        content = last.get("content") or ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    @property
+    def given_prompt(self) -> list[int] | None:
+        """The prompt's tokens, where another instance has made them of these messages: a router brings them."""
+        return (self.kv_transfer_params or {}).get("prompt_token_ids")
 
     @property
     def thinking_budget(self) -> int | None:
@@ -380,7 +411,7 @@ class ChatBody(GenerationBody):
 
     def wishes(self) -> dict[str, Any]:
         wishes = super().wishes() | {
-            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "logprobs": (0 if self.logprob_token_ids else self.top_logprobs or 0) if self.logprobs else None,
             "max_tokens": self.asked_tokens,
         }
         if self._tool_use is not None and self._tool_use.form is not None:
@@ -399,6 +430,7 @@ class ChatBody(GenerationBody):
             raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
         if self.prediction is not None:
             _ = self.prediction.text
+        _check_transfer(self.kv_transfer_params or {})
         check_messages(self.messages)
         if self.tools is not None or self.tool_choice is not None:
             self._tool_use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -428,6 +460,8 @@ class CompletionBody(GenerationBody):
 
     def wishes(self) -> dict[str, Any]:
         wishes = super().wishes() | {"thinking": self.thinking}
+        if self.logprob_token_ids is not None:
+            wishes["logprobs"] = 0
         if self.only_echoes:
             wishes["max_tokens"] = 1  # an engine always samples one; it is dropped
         if self.echo and self.prompt_logprobs is None:
@@ -440,6 +474,8 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest(
                 "max_tokens: 0, allowed is a whole number at least 1, or 0 with echo: true", "max_tokens"
             )
+        if self.only_echoes and self.logprob_token_ids is not None:
+            raise InvalidRequest("logprob_token_ids: given, allowed only with max_tokens above 0", "logprob_token_ids")
         if self.only_echoes and self.min_tokens:
             raise InvalidRequest(
                 f"min_tokens: {self.min_tokens}, allowed is at most max_tokens, which is 0", "min_tokens"
@@ -512,7 +548,7 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # to a text, unless this is false; to messages, where it is true
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -574,6 +610,17 @@ def _check_some(field: str, texts: list[str]) -> None:
         raise InvalidRequest(f"{field}: an empty text, at least one token is needed", field)
 
 
+def _check_transfer(given: Mapping[str, Any]) -> None:
+    """Raises `UnsupportedField` or `InvalidRequest`: where KV comes from is not for requests to say."""
+    for name, value in given.items():
+        field = f"kv_transfer_params.{name}"
+        if name != "prompt_token_ids":
+            if value:
+                raise UnsupportedField(f"{field} is not supported, allowed is prompt_token_ids", field)
+        elif value is not None and not (isinstance(value, list) and value):
+            raise InvalidRequest(f"{field}: {SHORT.repr(value)}, allowed is a list of at least one token id", field)
+
+
 def check_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
     """Raises `InvalidRequest` when the prompt should end both in a new turn and in the last one."""
     if add_generation_prompt and continue_final_message:
@@ -586,10 +633,10 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
     """Raises `InvalidRequest` naming the first part of a message that nobody knows, or that is missing."""
     for i, message in enumerate(messages):
         role = message.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or not role:  # templates know others than OpenAI does
             field = f"messages[{i}].role"
             problem = "missing, allowed" if role is None else f"{SHORT.repr(role)}, allowed"
-            raise InvalidRequest(f"{field}: {problem} are {', '.join(ROLES)}", field)
+            raise InvalidRequest(f"{field}: {problem} is a string, such as {', '.join(ROLES)}", field)
         if message.get("content") is None and role != "assistant":
             raise InvalidRequest(f"messages[{i}].content: missing, it is required", f"messages[{i}].content")
 
@@ -597,14 +644,14 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 def sampling_params(body: GenerationBody, defaults: Mapping[str, object], vocab_size: int) -> SamplingParams:
     """The body's wishes over the model's `defaults`. Raises `InvalidRequest` naming the field."""
     given: dict[str, Any] = {name: value for name, value in body.wishes().items() if value is not None}
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         if (count := len(given.get(name, ()))) > vocab_size:
             raise InvalidRequest(
                 f"{name}: {count} token ids, at most {vocab_size} are allowed, the size of the vocabulary", name
             )
     if "logit_bias" in given:
-        given["logit_bias"] = {_biased_token(key, vocab_size): bias for key, bias in given["logit_bias"].items()}
-    for name in ("stop_token_ids", "allowed_token_ids"):
+        given["logit_bias"] = _biases(given["logit_bias"], vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_token_ids(given.get(name, []), vocab_size, name)
     if given.get("use_beam_search"):
         defaults = {name: value for name, value in defaults.items() if name not in NOT_WITH_BEAMS}
@@ -624,16 +671,19 @@ def service_level(body: ServedBody, headers: Mapping[str, str]) -> ServiceLevel:
         InvalidRequest: naming the field or header.
         UnsupportedField: a tier that is not served.
     """
-    if body.service_tier not in TIERS:
-        allowed = ", ".join(tier for tier in TIERS if tier)
+    if body.service_tier is not None and body.service_tier not in TIERS:
+        allowed = ", ".join(TIERS)
         raise UnsupportedField(
             f"service_tier: {SHORT.repr(body.service_tier)} is not supported, allowed are {allowed}", "service_tier"
         )
     targets = {name: _target(body, headers, name) for name in SLO_HEADERS}
-    offline = TIERS[body.service_tier]
+    offline = body.served_tier == "flex"
     if offline and any(target is not None for target in targets.values()):
         raise InvalidRequest("slo: given, allowed only without service_tier 'flex', which has no targets", "slo")
-    return ServiceLevel(**targets, priority=body.priority or 0, offline=offline, chat=body.conversation)
+    priority = PRIORITY if body.served_tier == "priority" else 0
+    if body.priority is not None:
+        priority = body.priority
+    return ServiceLevel(**targets, priority=priority, offline=offline, chat=body.conversation)
 
 
 def _target(body: ServedBody, headers: Mapping[str, str], name: str) -> float | None:
@@ -713,12 +763,19 @@ def _harmless(name: str, value: object) -> bool:
     return False
 
 
-def _biased_token(key: str, vocab_size: int) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= MAX_BIAS_DIGITS and int(key) < vocab_size):
+def _biases(given: Mapping[str, Any], vocab_size: int) -> dict[int, Any]:
+    """By token ids. Raises InvalidRequest that names the first few keys that are none."""
+
+    def known(key: str) -> bool:
+        return key.isascii() and key.isdigit() and len(key) <= MAX_BIAS_DIGITS and int(key) < vocab_size
+
+    if wrong := [key for key in given if not known(key)]:
+        named = ", ".join(map(SHORT.repr, wrong[:MOST_SHOWN])) + (", ..." if len(wrong) > MOST_SHOWN else "")
         raise InvalidRequest(
-            f"logit_bias: {SHORT.repr(key)}, allowed are token ids from 0 to {vocab_size - 1}", "logit_bias"
+            f"logit_bias: {named}, allowed are token ids from 0 to {vocab_size - 1}: the vocabulary has {vocab_size}",
+            "logit_bias",
         )
-    return int(key)
+    return {int(key): bias for key, bias in given.items()}
 
 
 def _explained(error: ErrorDetails) -> InvalidRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -22,7 +23,6 @@ encode = msgspec.json.Encoder().encode
 class Shape(Protocol):
     """How an API presents outputs: all bytes of its answers come from here."""
 
-    shows_tokens: bool  # whether the last token is worth an event although it has no text
     counts: bool  # whether its events say how much was used so far
 
     def count(self, usage: Usage) -> None:
@@ -32,10 +32,7 @@ class Shape(Protocol):
         """Events that come before anything else."""
 
     def content(self, delta: Delta) -> bytes:
-        """The event of new text or tokens."""
-
-    def finish(self, delta: Delta) -> bytes:
-        """The event of an output's end."""
+        """The event of new text or tokens, and of the output's end where these are its last."""
 
     def closing(self, usage: Usage) -> bytes:
         """Events that come after everything else, and what says that these are all."""
@@ -64,20 +61,19 @@ async def send_events(send: Send, generation: Generation, shape: Shape, request_
     started = False
     try:
         while deltas := await generation.next():
-            events = []
-            if shape.counts:
-                shape.count(generation.usage)
+            events, used = [], generation.usage
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 started = True
+                if shape.counts:
+                    shape.count(replace(used, completion_tokens=0))
                 events = shape.opening()
+            if shape.counts:
+                shape.count(used)
             for delta in deltas:
                 # a token without text (half a character, say) is an event too: its time is what clients measure
-                shown = delta.text or (delta.tokens and (shape.shows_tokens or delta.finish_reason is None))
-                if shown or delta.prompt_logprobs is not None:
+                if delta.text or delta.tokens or delta.prompt_logprobs is not None or delta.finish_reason is not None:
                     events.append(shape.content(delta))
-                if delta.finish_reason is not None:
-                    events.append(shape.finish(delta))
             if events:
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
         end = shape.closing(generation.usage)

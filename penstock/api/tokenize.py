@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize"""
+"""POST /tokenize and /detokenize, GET /tokenizer_info"""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 18  # or a context, if that is more
 
 
-def routes(frontend: Frontend) -> list[Route]:
+def routes(frontend: Frontend, *, shows_tokenizer: bool) -> list[Route]:
+    """
+    Args:
+        shows_tokenizer: whether anybody may see its files' settings, the chat template among them.
+    """
+
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody)
         frontend.served_model(body.model)
         frontend.check_known()
         tokens = await _encoded(frontend, body)
-        texts = [frontend.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        texts = [frontend.tokenizer.token_piece(token) for token in tokens] if body.return_token_strs else None
         return json_response(
             {"count": len(tokens), "max_model_len": frontend.max_model_len, "tokens": tokens, "token_strs": texts}
         )
@@ -37,9 +42,15 @@ def routes(frontend: Frontend) -> list[Route]:
         check_token_ids(body.tokens, frontend.vocab_size, "tokens")
         return json_response({"prompt": await frontend.decode(body.tokens)})
 
+    async def tokenizer_info(request: Request) -> Response:
+        """tokenizer_config.json, and the chat template that is used."""
+        return json_response(frontend.tokenizer.info)
+
+    shown = [Route("GET", "/tokenizer_info", tokenizer_info)] if shows_tokenizer else []
     return [
         Route("POST", "/tokenize", tokenize, TokenizeBody),
         Route("POST", "/detokenize", detokenize, DetokenizeBody),
+        *shown,
     ]
 
 
@@ -48,10 +59,11 @@ async def _encoded(frontend: Frontend, body: TokenizeBody) -> list[int]:
     try:
         if body.messages is None:
             assert body.prompt is not None  # the schema has seen to it
-            return await frontend.encode(body.prompt, body.add_special_tokens, most + 1)
+            return await frontend.encode(body.prompt, body.add_special_tokens is not False, most + 1)
         return await frontend.encode_chat(
             body.messages,
             size=body.size,
+            add_special_tokens=bool(body.add_special_tokens),
             add_generation_prompt=body.opens_turn,
             continue_final_message=bool(body.continue_final_message),
             tools=body.tools,

@@ -27,6 +27,7 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     parser.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     parser.add_argument("--dtype")
     parser.add_argument("--kv-cache-dtype", default="auto", help="data type of KV: int8, fp8 or auto")
+    parser.add_argument("--isa", help="instruction set whose kernels are used, such as avx2")
     add_flag(parser, "decode", integer(1, MOST), nargs="*", default=[1, 16, 64], help="sequences of a decode step")
     add_flag(parser, "context", integer(1, MOST), default=128, help="tokens that each of them has")
     add_flag(parser, "prefill", integer(2, MOST), nargs="*", default=[512], help="tokens of a prompt")
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from penstock.nn import native
     from penstock.service.checkpoint import find_checkpoint
 
+    if args.isa is not None:
+        native.use(args.isa)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
         native.set_threads(args.threads)

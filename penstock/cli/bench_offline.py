@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # flags that go to the engine as they are; one that is not given leaves the engine's default
 ENGINE_FLAGS = (
     *("dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
-    *("graph_mode", "kv_address_mode", "kv_layout", "kv_cache_dtype", "tensor_parallel_size"),
+    *("isa", "graph_mode", "kv_address_mode", "kv_layout", "kv_cache_dtype", "tensor_parallel_size"),
 )
 
 
@@ -114,6 +114,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-address-mode", help="how a sequence's blocks are addressed: table, contiguous or auto")
     group.add_argument("--kv-layout", help="order of a KV block's bytes: block, token or auto")
     group.add_argument("--kv-cache-dtype", help="data type of KV: int8, fp8 or auto")
+    group.add_argument("--isa", help="instruction set whose kernels are used, such as avx2")
     add_flag(group, "tensor-parallel-size", integer(1), help="ranks that the model is spread over")
     add_flag(group, "temperature", between(0, 2), default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)

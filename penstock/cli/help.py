@@ -16,7 +16,7 @@ COMMANDS = {  # title -> commands; those that are in none come last
     "measure and plan": ("bench", "plan", "sim"),
 }
 FLAGS = {  # of penstock serve: title -> names
-    "model": ("served-model-name", "chat-template", "pooling", "dtype", "load-format", "weight-cache"),
+    "model": ("served-model-name", "chat-template", "pooling", "dtype", "quantization", "load-format", "weight-cache"),
     "endpoint": (
         "host",
         "port",
@@ -27,6 +27,12 @@ FLAGS = {  # of penstock serve: title -> names
         "allow-credentials",
     ),
     "tools and reasoning": ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"),
+    "answers": (
+        "return-tokens-as-token-ids",
+        "enable-force-include-usage",
+        "enable-per-request-metrics",
+        "enable-tokenizer-info-endpoint",
+    ),
     "files and batches": ("batch-dir", "max-file-size"),
     "API keys": ("api-key", "api-key-file", "share-prefixes"),
     "TLS": ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs"),
@@ -41,7 +47,7 @@ FLAGS = {  # of penstock serve: title -> names
         "max-num-batched-tokens",
         "step-time-limit-ms",
     ),
-    "device": ("device", "tensor-parallel-size", "gpu-memory-utilization", "enable-sleep-mode"),
+    "device": ("device", "isa", "tensor-parallel-size", "gpu-memory-utilization", "enable-sleep-mode"),
     "KV cache": (
         "kv-cache-dtype",
         "kv-cache-memory",

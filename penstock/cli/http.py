@@ -87,6 +87,10 @@ class ServerOptions:
     record_requests_size: int
     batch_dir: str | None
     max_file_size: int
+    return_tokens_as_token_ids: bool
+    enable_force_include_usage: bool
+    enable_per_request_metrics: bool
+    enable_tokenizer_info_endpoint: bool
 
 
 def bind(host: str, port: int, named: str = "") -> socket.socket:
@@ -234,6 +238,7 @@ def make_site(
         kept_responses: see `create_app`.
     """
     from penstock.api.app import create_app
+    from penstock.api.openai import AnswerDefaults
     from penstock.core.clock import SystemClock
     from penstock.obs.metrics import Metrics
     from penstock.service.batch_runner import BatchRunner
@@ -281,6 +286,10 @@ def make_site(
         batch_store=store,
         max_file_bytes=options.max_file_size,
         kept_responses=kept_responses,
+        answer_defaults=AnswerDefaults(
+            options.return_tokens_as_token_ids, options.enable_force_include_usage, options.enable_per_request_metrics
+        ),
+        shows_tokenizer=options.enable_tokenizer_info_endpoint,
     )
     runner = None if store is None else BatchRunner(store, frontend, app.ask, name, options.max_body_size)
     reloaded = _reloaded_keys(app, options)

@@ -47,7 +47,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:  # many lines, each with its place
         print(error, file=sys.stderr)
         return 2
-    return launch(deployment, master and f"tcp://{master}")
+    return launch(
+        deployment,
+        master and f"tcp://{master}",
+        lambda model, policy: read(args.file, text, {"model": model} | ({"policy": policy} if policy else {}), common),
+    )
 
 
 def _check_place(master: str) -> None:

@@ -80,9 +80,15 @@ def make_parser(command: str = "") -> tuple[CommandLine, Mapping[str, argparse.A
     return parser, commands.choices
 
 
+def _flag(word: str) -> str:
+    """--max_model_len=8 as --max-model-len=8, which vLLM takes, too."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0 done, 1 failed, 2 a wrong flag, file or checkpoint."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = [_flag(word) for word in (sys.argv[1:] if argv is None else argv)]
     parser, commands = make_parser(*words[:1])
     try:
         args, unknown = parser.parse_known_args(words)

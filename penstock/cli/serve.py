@@ -29,6 +29,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
+from penstock.core.device import QUANTIZATIONS
 from penstock.core.layout import KV_DTYPES
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
@@ -89,6 +90,13 @@ ENGINE_OPTIONS = (
         one_of("auto", "bfloat16", "float16", "float32"),
         "auto",
         "data type of weights; auto is the checkpoint's",
+    ),
+    Option(
+        "quantization",
+        one_of(*QUANTIZATIONS),
+        "auto",
+        "quantise a plain checkpoint when it is loaded: int8, int4, fp8, hqq4, hqq3 or hqq2; one that is quantised "
+        "needs no flag",
     ),
     Option(
         "kv-cache-dtype",
@@ -179,6 +187,7 @@ ENGINE_OPTIONS = (
         "how a checkpoint's files are read: mapped, or each once from its beginning to its end, by one rank for all; "
         "auto maps those that are in memory already",
     ),
+    Option("isa", text, None, "instruction set whose kernels a CPU computes with; by default the best that it has"),
     Option("weight-cache", switch, True, "keep packed weights in ~/.cache/penstock/weights, and map them at a start"),
 )
 SERVER_OPTIONS = (
@@ -267,6 +276,20 @@ SERVER_OPTIONS = (
         "folder where files and batches are kept, which /v1/files and /v1/batches need; by default these are off",
     ),
     Option("max-file-size", size, 1 << 30, "bytes of an uploaded file; longer ones get a 413"),
+    Option(
+        "return-tokens-as-token-ids",
+        switch,
+        False,
+        "log-probabilities name tokens token_id:ID, unless a request says otherwise",
+    ),
+    Option(
+        "enable-force-include-usage",
+        switch,
+        False,
+        "all events of streams say how much was used, whatever requests say",
+    ),
+    Option("enable-per-request-metrics", switch, False, "answers say how long they took, in their field metrics"),
+    Option("enable-tokenizer-info-endpoint", switch, False, "serve /tokenizer_info, which shows the chat template"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)

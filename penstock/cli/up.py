@@ -12,7 +12,8 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,15 @@ from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
 from penstock.cli.serve import SERVER_OPTIONS, engine_options
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.host_port import join_host_port
 from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
+    from penstock.service.change import Running
     from penstock.service.deployment import Common, Deployment, Group
+    from penstock.service.follower import Follower
     from penstock.service.launcher import Launcher
     from penstock.service.supervisor import ProcessKind, Program
     from penstock.service.upgrade import Upgrades
@@ -102,7 +105,7 @@ def _check_engines(deployment: Deployment) -> None:
     directory = find_checkpoint(deployment.model)
     for group in real:
         check_engine(EngineOptions(**engine_options(directory, dict(group.options))), torch.device(group.device))
-        read_architecture(directory, group.ranks, group.options["max_model_len"])
+        read_architecture(directory, group.ranks, group.options["max_model_len"], group.options["quantization"])
 
 
 def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:
@@ -114,16 +117,20 @@ def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: 
     return parse(file, text, TABLES, overrides, total_memory(), {"secret": secret or None}, common)
 
 
-def launch(deployment: Deployment, master: str | None = None) -> int:
+def launch(
+    deployment: Deployment, master: str | None = None, read_again: Callable[[str, str], Deployment] | None = None
+) -> int:
     """Run what is on this host, until SIGINT or SIGTERM; the exit code as of `run`.
 
     Args:
         master: address of that of a deployment which this host joins, "" where a registry tells it; None to begin one.
+        read_again: then what its file describes with another model and policy.
     """
     from penstock.obs.logs import setup_logging
-    from penstock.service.checkpoint import fingerprint
+    from penstock.service.change import Running
+    from penstock.service.checkpoint import file_states, fingerprint
     from penstock.service.launcher import Launcher
-    from penstock.service.programs import GIVERS, master_address, plan
+    from penstock.service.programs import GIVERS, master_address
     from penstock.service.supervisor import Supervisor
 
     server = deployment.server
@@ -138,10 +145,12 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             stack.enter_context(bind(server["host"], server["port"] and server["port"] + i))
             for i in range(0 if master is not None else deployment.frontends)
         ]
-        cluster, doors = deployment.cluster, []
+        cluster = deployment.cluster
         surroundings = environments(deployment, os.environ)
         secret = surroundings["engine"][SECRET]
         folder = stack.enter_context(run_folder())
+        ground = _Ground(folder, listeners, surroundings, server["seed"] or 0, master)
+        stack.callback(ground.close)
         engines = None
         if deployment.ray is not None:
             from penstock.cli.ray_spawner import RaySpawner
@@ -149,15 +158,10 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             timeout = deployment.restart.heartbeat_timeout
             engines = RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, folder / GIVERS)
             stack.callback(engines.close)
-        elif cluster is not None:
-            count = sum(len(group.instances) for group in deployment.groups)
-            doors = [stack.enter_context(bind(cluster.host, 0, "cluster.host")) for _ in range(count)]
-            for door in doors:
-                door.listen()  # as ZMQ wants it
         if sys.stdout.isatty():
             _show(deployment, listeners, joins=master is not None)
-        fields = partial(_engine_fields, directory, server["seed"] or 0)
-        programs = plan(deployment, directory, folder, listeners, fields, doors, master)
+        names = {name: name for group in deployment.groups for name in group.instances}
+        programs = ground.plan(deployment, directory, names)
         digest = fingerprint(directory)
         supervisor = Supervisor(programs, deployment.restart, server["drain_timeout"])
         launcher = Launcher(
@@ -175,55 +179,136 @@ def launch(deployment: Deployment, master: str | None = None) -> int:
             warm=deployment.warm_pool,
             givers=None if cluster is None and engines is None else folder / GIVERS,
         )
-        if master is not None:  # the deployment was begun elsewhere
-            return launcher.run()
-        upgrades = _upgrades(deployment, directory, digest, folder, listeners, launcher, surroundings)
+        ground.launcher = launcher
+        running = Running(
+            deployment=_placed(deployment),
+            directory=directory.resolve(),
+            digest=digest,
+            files=file_states(directory),
+            names=names,
+        )
+        if read_again is not None:
+            follower = _follower(read_again, running, launcher, ground)
+            stack.callback(follower.close)
+            return launcher.run(follower.look)
+        upgrades = _upgrades(running, launcher, ground)
         stack.callback(upgrades.close)
         return launcher.run(upgrades.look)
 
 
-def _upgrades(
-    deployment: Deployment,
-    directory: Path,
-    digest: str,
-    folder: Path,
-    listeners: Sequence[socket.socket],
-    launcher: Launcher,
-    surroundings: dict[ProcessKind, Mapping[str, str]],
-) -> Upgrades:
+class _Ground:
+    """What the processes of this host are made with, whatever the deployment becomes.
+
+    Args:
+        folder: of this run.
+        surroundings: environments, by kind of process; those of engines change.
+        master: as of `launch`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        listeners: Sequence[socket.socket],
+        surroundings: dict[ProcessKind, Mapping[str, str]],
+        seed: int,
+        master: str | None,
+    ) -> None:
+        self.folder, self.listeners = folder, listeners
+        self.launcher: Launcher | None = None
+        self._surroundings, self._seed, self._master = surroundings, seed, master
+        self._doors: dict[str, socket.socket] = {}  # process -> where other hosts reach it
+
+    def plan(self, wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
+        from penstock.service.programs import plan
+
+        cluster, doors = wanted.cluster, []
+        if cluster is not None and wanted.ray is None:
+            for process in names.values():
+                if process not in self._doors:
+                    self._doors[process] = bind(cluster.host, 0, "cluster.host")
+                    self._doors[process].listen()  # as ZMQ wants it
+            doors = [self._doors[process] for process in names.values()]
+        fields = partial(_engine_fields, directory, self._seed)
+        return plan(wanted, directory, self.folder, self.listeners, fields, doors, self._master, names)
+
+    def surround(self, wanted: Deployment) -> None:
+        """Make room for what it needs."""
+        secret = self._surroundings["engine"][SECRET]
+        self._surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: secret}
+
+    def tidy(self) -> None:
+        """Close what belongs to no process any more."""
+        assert self.launcher is not None
+        for process in self._doors.keys() - self.launcher.programs.keys():
+            self._doors.pop(process).close()
+
+    def close(self) -> None:
+        for door in self._doors.values():
+            door.close()
+
+
+def _follower(
+    read_again: Callable[[str, str], Deployment], running: Running, launcher: Launcher, ground: _Ground
+) -> Follower:
+    """What changes this host's instances as the one that began the deployment orders."""
+    from penstock.service.follower import Follower
+
+    def read_with(model: str, policy: str) -> tuple[Deployment, Path]:
+        wanted = _placed(read_again(model, policy))
+        return wanted, find_checkpoint(wanted.model).resolve()
+
+    return Follower(launcher, running, read_with, ground.plan, ground.surround, ground.tidy)
+
+
+def _upgrades(running: Running, launcher: Launcher, ground: _Ground) -> Upgrades:
     """What changes the deployment while it runs."""
     from penstock.cli.apply import ADDRESS
-    from penstock.service.checkpoint import file_states
     from penstock.service.control import ControlSocket, Question
-    from penstock.service.programs import plan
-    from penstock.service.upgrade import Running, Upgrades
+    from penstock.service.upgrade import Upgrades
 
-    server, ports = deployment.server, [listener.getsockname()[1] for listener in listeners]
+    server, ports = running.deployment.server, [listener.getsockname()[1] for listener in ground.listeners]
 
     def read_question(question: Question) -> tuple[Deployment, Path]:
         with contextlib.chdir(question["folder"]):
-            wanted = read(question["file"], question["text"])
+            wanted = _placed(read(question["file"], question["text"]))
             settings = {**wanted.server, "port": server["port"]}  # it was found by its port
             return replace(wanted, server=settings), find_checkpoint(wanted.model).resolve()
 
-    def plan_anew(wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
-        fields = partial(_engine_fields, directory, server["seed"] or 0)
-        return plan(wanted, directory, folder, listeners, fields, names=names)
-
-    def surround(wanted: Deployment) -> None:
-        surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: surroundings["engine"][SECRET]}
-
-    (folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
-    names = {name: name for group in deployment.groups for name in group.instances}
-    running = Running(
-        deployment=deployment,
-        directory=directory.resolve(),
-        digest=digest,
-        files=file_states(directory),
-        names=names,
+    (ground.folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
+    return Upgrades(
+        ControlSocket(ground.folder),
+        launcher,
+        running,
+        read_question,
+        ground.plan,
+        [_reached(listener) for listener in ground.listeners],
+        ground.surround,
+        ground.tidy,
+        _tell_registry,
     )
-    frontends = [_reached(listener) for listener in listeners]
-    return Upgrades(ControlSocket(folder), launcher, running, read_question, plan_anew, frontends, surround)
+
+
+def _tell_registry(running: Running) -> None:
+    """Those that join later are told by etcd which model this is."""
+    cluster = running.deployment.cluster
+    if cluster is None or cluster.registry is None:
+        return
+    from penstock.service.etcd import write_settings
+
+    def write(address: str, common: Common) -> None:
+        try:
+            write_settings(address, common)
+        except PenstockError as error:
+            log.warning("the model is another one, which files for penstock join have to say now: %s", error)
+
+    common = replace(running.deployment.common, model=running.deployment.model)
+    threading.Thread(target=write, args=(cluster.registry, common), daemon=True).start()
+
+
+def _placed(deployment: Deployment) -> Deployment:
+    """Its model as other hosts find it, and clients as before."""
+    names = {"served_model_name": tuple(deployment.names)}
+    return replace(deployment, model=_anywhere(deployment.model), server={**deployment.server, **names})
 
 
 def _reached(listener: socket.socket) -> tuple[str, int]:

@@ -59,12 +59,21 @@ class DeviceModel:
         )
 
 
+# --quantization: what a plain checkpoint is quantised to when it is loaded -> bits of a weight, with its part of scales
+# and zeros
+WEIGHT_BITS = {"int8": 8.0, "int4": 4.5, "fp8": 8.0, "hqq4": 4.5, "hqq3": 3.5, "hqq2": 2.5}
+QUANTISED = ("gptq", "awq", "compressed-tensors", "fbgemm_fp8", "hqq")  # and fp8: checkpoints that are so
+QUANTIZATIONS = ("auto", *WEIGHT_BITS, *QUANTISED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The geometry of a dense decoder with a gated MLP, named as in its config.json.
 
     Attributes:
         bytes_per_value: of weights, and of KV unless `kv_dtype` says otherwise.
+        layer_bits, head_bits: of a weight of the layers and of the head, with its part of scales, where they are
+            quantised.
         kv_dtype: of stored KV; None is as wide as weights are.
         windows: of each layer, how many positions a token sees with itself, None for all; empty where all see all.
     """
@@ -78,6 +87,8 @@ class ModelShape:
     vocab: int
     tied: bool = False
     bytes_per_value: int = 2
+    layer_bits: float | None = None
+    head_bits: float | None = None
     kv_dtype: str | None = None
     windows: tuple[int | None, ...] = ()
 
@@ -103,9 +114,19 @@ class ModelShape:
         return self.vocab * self.hidden
 
     @property
+    def layer_bytes(self) -> int:
+        """What a step reads of the layers' weights."""
+        return round(self.layer_params * (self.bytes_per_value if self.layer_bits is None else self.layer_bits / 8))
+
+    @property
+    def head_bytes(self) -> int:
+        return round(self.head_params * (self.bytes_per_value if self.head_bits is None else self.head_bits / 8))
+
+    @property
     def weight_bytes(self) -> int:
         """In memory: the layers, the head, and the embedding unless it is the head."""
-        return (self.layer_params + self.head_params * (1 if self.tied else 2)) * self.bytes_per_value
+        embedding = 0 if self.tied else self.head_params * self.bytes_per_value
+        return self.layer_bytes + self.head_bytes + embedding
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -14,6 +14,7 @@ from penstock.core.thinking import Thinking
 
 MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # as many as the vocabulary has
+MAX_LOGPROB_TOKENS = 128  # that may be named, as in vLLM
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -36,6 +37,7 @@ NOT_WITH_BEAMS: dict[str, object] = {
     "bad_words": (),
     "allowed_token_ids": None,
     "prompt_logprobs": None,
+    "logprob_token_ids": None,
     "structured_outputs": None,
     "thinking": None,
 }
@@ -83,6 +85,8 @@ class SamplingParams:
         early_stopping: when a beam search ends before `max_tokens`, as soon as n beams have ended: True is at once,
             False once the best live one, as long as it is, scores no better than them, "never" once none can come to.
         logprobs: None, or how many of the most likely tokens to report beside each chosen one; 0 to 20, or -1 for all.
+        logprob_token_ids: report these tokens, and the chosen one, instead of the likeliest; only with `logprobs`. At
+            least one, and at most 128; None is none.
         prompt_logprobs: the same for every token of the prompt but the first. The prompt is then computed as a whole,
             whatever the prefix cache holds.
         truncate_prompt_tokens: read only so many of the prompt's tokens; -1 is as many as fit beside `max_tokens`,
@@ -112,6 +116,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
@@ -131,6 +136,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _tuple(self.allowed_token_ids, "allowed_token_ids", "a list of token ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logprob_token_ids is not None:
+            named = _tuple(self.logprob_token_ids, "logprob_token_ids", "a list of token ids")
+            object.__setattr__(self, "logprob_token_ids", named)
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.thinking is not None:
@@ -156,6 +164,7 @@ class SamplingParams:
         self._check_stops()
         self._check_words()
         self._check_bias()
+        self._check_named()
         self._check_beams()
 
     def _check_lengths(self) -> None:
@@ -216,6 +225,16 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"logit_bias: {_short(bias)} for token {token}, allowed is a number from -100 to 100", "logit_bias"
                 )
+
+    def _check_named(self) -> None:
+        name, tokens = "logprob_token_ids", self.logprob_token_ids
+        if tokens is None:
+            return
+        _check_ids(tokens, name)
+        if not 1 <= len(tokens) <= MAX_LOGPROB_TOKENS:
+            raise InvalidRequest(f"{name}: {len(tokens)} token ids, allowed are 1 to {MAX_LOGPROB_TOKENS}", name)
+        if self.logprobs is None:
+            raise InvalidRequest(f"{name}: given, allowed only with logprobs", name)
 
     def _check_beams(self) -> None:
         if type(self.use_beam_search) is not bool:

@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan, StepResult
@@ -22,6 +22,7 @@ from penstock.nn.ops import OPS, Op
 
 GROUPS = {
     "packed_linear": "products",
+    "quantised_linear": "products",
     "linear": "products",
     "choose": "products",
     "attention": "attention",
@@ -32,6 +33,7 @@ GROUPS = {
     "add_rms_norm": "norms",
     "gate_mul": "gate",
     "packed_rows": "embedding",
+    "quantised_rows": "embedding",
     "argmax": "drawing",
     "sample": "drawing",
     "gumbel_noise": "drawing",
@@ -125,13 +127,14 @@ class _Watch:
 
 def work_of(name: str, arguments: tuple[Any, ...], result: Any) -> tuple[int, int]:
     """(bytes, floating-point operations) that a call of an op cannot do without."""
-    if name in ("packed_linear", "linear", "choose"):
+    if name in ("packed_linear", "quantised_linear", "linear", "choose"):
         x, weight = arguments[:2]
         flops = 2 * len(x) * weight.shape[0] * weight.shape[1]
         if name == "choose":
             return _bytes((x, arguments[2].codes.memory, arguments[2].bounds)), flops
-        return _bytes((x, result)) + getattr(weight, "memory", weight).nbytes, flops
-    if name == "packed_rows":
+        held = weight.parameters() if isinstance(weight, nn.Module) else (weight,)
+        return _bytes((x, result, *held)), flops
+    if name in ("packed_rows", "quantised_rows"):
         return 2 * result.nbytes, 0
     batch = next((a for a in arguments if isinstance(a, Batch)), None)
     if name == "attention":

@@ -31,6 +31,7 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
+from penstock.nn.linear import Linear
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -130,6 +131,8 @@ def build_engine(
     """
     device = device_of(options.device)
     check_engine(options, device)
+    if options.isa is not None:
+        native.use(options.isa)
     speculation = make_speculation(options.speculative_config)
     check_host_tier(options.host_cache_memory, device)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
@@ -322,7 +325,7 @@ def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool, *, win
 
 def _shape(model: Decoder) -> ModelShape:
     config = model.config
-    return ModelShape(
+    shape = ModelShape(
         layers=config.num_layers,
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -334,3 +337,8 @@ def _shape(model: Decoder) -> ModelShape:
         bytes_per_value=model.dtype.itemsize,
         windows=config.windows,
     )
+    if not model.quantised:
+        return shape
+    layers = sum(part.weight_bytes for part in model.model.layers.modules() if isinstance(part, Linear))
+    head = model.head.weight_bytes / model.head.weight.shape[0] / shape.hidden
+    return replace(shape, layer_bits=8 * layers * model.shard.size / shape.layer_params, head_bits=8 * head)

@@ -46,7 +46,7 @@ def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: M
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    weights = (shape.layer_params + shape.head_params) * shape.bytes_per_value
+    weights = shape.layer_bytes + shape.head_bytes
     blocks = tuple(range(trial_blocks(len(shape.kv_groups))))
     bandwidth = peak = 0.0
     for rows in ROWS:

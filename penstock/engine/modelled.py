@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -359,7 +360,10 @@ class PacedRunner:
         runs = verified(sampled, drawn)
         result = StepResult(
             runs,
-            [_certain(s.params.logprobs, run) for s, run in zip(sampled, runs, strict=True)],
+            [
+                _certain(s.params.logprobs, run, s.params.logprob_token_ids or ())
+                for s, run in zip(sampled, runs, strict=True)
+            ],
             {s.request_id: _certain(s.params.prompt_logprobs, s.targets) or [] for s in plan.sequences if s.targets},
             pooled=pooled,
         )
@@ -451,10 +455,21 @@ class PacedRunner:
         self._reported = StepPacer(new.steps, new.modelled, new.late_steps, new.late, new.overslept)
 
 
-def _certain(asked: int | None, tokens: Sequence[int]) -> list[TokenLogprobs] | None:
+def _certain(asked: int | None, tokens: Sequence[int], named: Sequence[int] = ()) -> list[TokenLogprobs] | None:
+    """
+    Args:
+        named: tokens that are reported, too.
+    """
     if asked is None:
         return None
-    return [TokenLogprobs(chosen=0.0, rank=1, top=[(token, 0.0)] if asked else []) for token in tokens]
+    return [
+        TokenLogprobs(
+            chosen=0.0,
+            rank=1,
+            top=[*([(token, 0.0)] if asked or named else []), *((n, -math.inf) for n in named if n != token)],
+        )
+        for token in tokens
+    ]
 
 
 def _pooled(step: SequenceStep, context: int) -> list[float]:

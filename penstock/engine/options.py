@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.core.device import QUANTIZATIONS
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
 from penstock.core.plan import BLOCK_TOKENS
@@ -44,8 +45,11 @@ class EngineOptions:
         speculative_config: see `sched.local.speculation.make_speculation`.
         graph_mode: "eager", "partial", "full" or "auto": how a step is computed (nn/graph.py).
         async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
+        isa: the instruction set whose kernels a CPU computes with (nn/native/isa.py); None takes the best that it has.
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
+        quantization: what a plain checkpoint is quantised to, a name in `core.device.QUANTIZATIONS`; "auto" leaves it
+            as it is.
         weight_cache: whether packed weights are kept on disk, and mapped at the next start (nn/weight_cache.py).
     """
 
@@ -73,6 +77,8 @@ class EngineOptions:
     async_scheduling: bool = True
     load_format: str = "auto"
     weight_cache: bool = True
+    isa: str | None = None
+    quantization: str = "auto"
     tensor_parallel_size: int = 1
 
 
@@ -93,6 +99,7 @@ def check_options(options: EngineOptions) -> None:
         "kv-cache-dtype": (options.kv_cache_dtype, tuple(KV_DTYPES)),
         "kv-layout": (options.kv_layout, ("auto", "block", "token")),
         "graph-mode": (options.graph_mode, MODES),
+        "quantization": (options.quantization, QUANTIZATIONS),
         "load-format": (options.load_format, LOAD_FORMATS),
     }
     for name, (choice, allowed) in choices.items():

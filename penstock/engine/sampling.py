@@ -202,7 +202,7 @@ class _Logprobs:
     """Log-probabilities of the raw logits, taken before anything changes them."""
 
     def __init__(self, logits: Tensor, steps: Sequence[SequenceStep]) -> None:
-        self._rows = {row: s.params.logprobs for row, s in enumerate(steps) if s.params.logprobs is not None}
+        self._rows = {row: s.params for row, s in enumerate(steps) if s.params.logprobs is not None}
         self._count = len(steps)
         index = torch.tensor(list(self._rows), dtype=torch.int64, device=logits.device)
         self._values = logits[index].log_softmax(-1) if self._rows else None
@@ -211,6 +211,12 @@ class _Logprobs:
         if self._values is None:
             return None
         reports: list[TokenLogprobs | None] = [None] * self._count
-        for (row, top), values in zip(self._rows.items(), self._values, strict=True):
-            (reports[row],) = _reports(values[None], [tokens[row]], top)
+        for (row, params), values in zip(self._rows.items(), self._values, strict=True):
+            named = params.logprob_token_ids
+            (report,) = _reports(values[None], [tokens[row]], 0 if named else params.logprobs or 0)
+            if named:
+                ids = [*dict.fromkeys((tokens[row], *named))]
+                found = values[torch.tensor(ids, device=values.device)].tolist()
+                report.top = sorted(zip(ids, found, strict=True), key=lambda entry: -entry[1])
+            reports[row] = report
         return reports

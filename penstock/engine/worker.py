@@ -90,7 +90,7 @@ class Worker:
         self.files = file_times(Path(options.model))
         if self.files != self.loaded.files:  # blocks of the KV cache would be kept as of other weights
             raise changed(Path(options.model))
-        name = "-".join(filter(None, (self._identity, model.config.variant)))
+        name = "-".join(filter(None, (self._identity, model.config.variant, self.loaded.quantised)))
         self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
         if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
             raise ConfigError(
@@ -194,6 +194,7 @@ class Worker:
             self.shard,
             model_len=options.max_model_len,
             load_format=options.load_format,
+            quantization=options.quantization,
             progress=progress,
             peers=self._peers,
         )

@@ -61,11 +61,4 @@ def _memory(like: Tensor) -> Tensor:
 
 def can_bound(ins: int) -> bool:
     """Whether this machine computes with bounds of rows of so many numbers."""
-    return missing() is None and bool(native.value("penstock_can_bound_logits", "n")(ins))
-
-
-def missing() -> str | None:
-    """Why logits cannot be bounded on this machine, or None."""
-    if (reason := native.missing()) is not None:
-        return reason
-    return None if native.value("penstock_can_bound_logits", "n")(1) else "no AVX-512 VNNI instructions"
+    return native.missing() is None and bool(native.value("penstock_can_bound_logits", "n")(ins))

@@ -23,16 +23,21 @@ from penstock.nn.batch import Batch
 from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm, Rotations
 from penstock.nn.linear import Linear
-from penstock.nn.methods import PACKED
+from penstock.nn.methods import PACKED, PLAIN
+from penstock.nn.methods.base import Weight
+from penstock.nn.methods.packed_quantised import PackedQuantised
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native import Cache, of_layer
 from penstock.nn.ops import ACTIVATIONS, OPS
-from penstock.nn.packed import Weight
+from penstock.nn.packed_quantised import PackedQuantisedWeight
 from penstock.nn.ranks import SharedMemoryRanks
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
-SIMPLE = ("packed_linear", "packed_rows", "rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul")
+SIMPLE = (
+    *("packed_linear", "packed_rows", "packed_quantised_linear", "packed_quantised_rows"),
+    *("rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul"),
+)
 CHAINED = {
     mode: [(OPS[name], OPS[name].backend("native").function) for name in names]
     for mode, names in {"partial": SIMPLE, "full": (*SIMPLE, "attention")}.items()
@@ -45,7 +50,7 @@ _POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class _Projection(ctypes.Structure):
-    _fields_ = (("lines", _POINTER), ("outs", _NUMBER), ("ins", _NUMBER), ("bias", _POINTER))
+    _fields_ = (("lines", _POINTER), ("outs", _NUMBER), ("ins", _NUMBER), ("bias", _POINTER), ("quantised", _POINTER))
 
 
 class _Layer(ctypes.Structure):
@@ -73,6 +78,7 @@ class _Decoder(ctypes.Structure):
         ("vocab", _NUMBER),
         ("hidden", _NUMBER),
         ("embedding_is_packed", _NUMBER),
+        ("quantised_embedding", _POINTER),
         ("norm", _POINTER),
         ("wide_norms", _NUMBER),
         ("activation", _NUMBER),
@@ -188,7 +194,8 @@ def unchained(model: Decoder) -> str | None:
     if other := sorted(kind.__name__ for kind in kinds - {Block, Attention, GatedMLP}):
         return f"{', '.join(other)} computed op by op"
     linears = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
-    if other := sorted({linear.method.name for linear in linears} - {PACKED.name}):
+    held = {linear.method.name for linear in linears} | ({model.model.embed_tokens.method.name} - {PLAIN.name})
+    if other := sorted(held - {PACKED.name, PackedQuantised.name}):
         return f"there are no kernels for {', '.join(other)} weights"
     norms = {part.weight.dtype for part in model.modules() if isinstance(part, RMSNorm)}
     parts = {(_mixer(block).scale, _mixer(block).heads, _feed_forward(block).activation) for block in blocks}
@@ -218,6 +225,7 @@ class Graph:
             _address(embedding.weight),
             *embedding.weight.shape,
             embedding.method.name == PACKED.name,
+            _quantised(embedding.weight),
             _norm(stack.norm),
             stack.norm.weight.dtype != model.dtype,
             ACTIVATIONS.index(_feed_forward(blocks[0]).activation),
@@ -322,10 +330,17 @@ def _layer(block: Block) -> _Layer:
     )
 
 
-def _address(weight: Weight) -> int:
-    """Of a weight with one parameter."""
+def _address(weight: Weight) -> int | None:
+    """Of a weight that is numbers."""
+    if isinstance(weight, PackedQuantisedWeight):
+        return None
     (parameter,) = weight.parameters() if isinstance(weight, nn.Module) else (weight,)
     return parameter.data_ptr()
+
+
+def _quantised(weight: Weight) -> int | None:
+    """Where the kernels find one in few bits."""
+    return weight.view() if isinstance(weight, PackedQuantisedWeight) else None
 
 
 def _norm(norm: RMSNorm | None) -> int | None:
@@ -334,4 +349,4 @@ def _norm(norm: RMSNorm | None) -> int | None:
 
 def _projection(linear: Linear) -> _Projection:
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Projection(_address(linear.weight), *linear.weight.shape, bias)
+    return _Projection(_address(linear.weight), *linear.weight.shape, bias, _quantised(linear.weight))

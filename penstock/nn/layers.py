@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.config import DecoderConfig
+from penstock.nn.formats.base import Expected
 from penstock.nn.kv import LayerKV
 from penstock.nn.linear import WHOLE, ColumnLinear, Embedding, Linear, RowLinear, Shard
 
@@ -28,8 +29,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
 
-    def tensors(self, part: int | None = None) -> dict[str, tuple[int, ...]]:
-        return {"weight": (len(self.weight),)}
+    def tensors(self, part: int | None = None) -> dict[str, Expected]:
+        return {"weight": Expected((len(self.weight),))}
 
     def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
         self.weight[first : first + len(tensor)] = tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nn import ops
+from penstock.nn.formats.base import Expected, Format
+from penstock.nn.formats.dense import DENSE
 from penstock.nn.methods import PLAIN
-from penstock.nn.methods.base import LinearMethod
-from penstock.nn.packed import LANES, Weight
+from penstock.nn.methods.base import LinearMethod, Weight
+from penstock.nn.packed import LANES
 from penstock.nn.ranks import Ranks
 
 
@@ -63,7 +65,8 @@ class Linear(nn.Module):
         ins, outs: widths of the input and of the projections, as a checkpoint has them.
         own_ins, own_outs: which of these are held here: all, unless a subclass splits them.
         has_bias: whether the checkpoint has one.
-        method: how the weight is held.
+        format: how a checkpoint has the weight.
+        method: how it is held.
         weight: [own outs, own ins], that of one projection after the other.
     """
 
@@ -80,38 +83,71 @@ class Linear(nn.Module):
         self.ins, self.outs, self.has_bias = ins, tuple(outs), bias
         self.own_ins = own_ins or range(ins)
         self.own_outs = tuple(own_outs or map(range, outs))
-        self.method: LinearMethod[Any] = PLAIN
+        self.format: Format[Any] = DENSE
+        self.method: LinearMethod[Any, Any] = PLAIN
         width, defaults = sum(map(len, self.own_outs)), (torch.get_default_dtype(), torch.get_default_device())
         self.weight: Weight = PLAIN.create(width, len(self.own_ins), *defaults)
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
+        self._waiting: dict[int | None, dict[str, Tensor]] = {}  # of each projection, for the main tensor
 
-    def hold(self, method: LinearMethod[Any]) -> None:
-        """Have the weight held by another method. What it held is gone."""
+    def hold(self, method: LinearMethod[Any, Any], form: Format[Any] = DENSE) -> None:
+        """Have the weight come in a format, and be held by a method for it. What was held is gone."""
         outs, ins = self.weight.shape
         weight = method.create(outs, ins, self.weight.dtype, self.weight.device)
         del self.weight  # torch puts no module where a parameter is
-        self.method, self.weight = method, weight
+        self.method, self.format, self.weight = method, form, weight
 
     def prepare(self) -> None:
         """It has got its memory, and is about to be loaded."""
         self.method.prepare(self.weight)
 
-    def tensors(self, part: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what a checkpoint has of one projection, or of all of them as one."""
+    @property
+    def weight_bytes(self) -> int:
+        """That it takes in memory."""
+        held = self.weight.parameters() if isinstance(self.weight, nn.Module) else (self.weight,)
+        return sum(part.nbytes for part in held)
+
+    def tensors(self, part: int | None = None) -> dict[str, Expected]:
+        """What a checkpoint has of one projection, or of all of them as one. Raises ValueError as the format does."""
         width = sum(self.outs) if part is None else self.outs[part]
-        return self.method.tensors(width, self.ins) | ({"bias": (width,)} if self.has_bias else {})
+        return self.format.tensors(width, self.ins) | ({"bias": Expected((width,))} if self.has_bias else {})
 
     def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
-        """Take what is held here of one of `tensors`, or of its rows from `first` on."""
-        start = -first  # of a projection, from the first of these rows
+        """Take what is held here of one of `tensors`, or of its rows from `first` on. The format's main one comes last.
+
+        Raises:
+            ValueError: of a quantised weight, what cannot be.
+        """
+        width = sum(self.outs) if part is None else self.outs[part]
+        if name == "bias":
+            for place, outs in self._held(part, first, len(tensor)):
+                if self.bias is not None:
+                    self.bias[place : place + len(outs)] = tensor[outs.start - first : outs.stop - first]
+            return
+        if name != self.format.main or not self.format.by_rows:
+            waiting = self._waiting.setdefault(part, {})
+            tensor, whole = _gathered(waiting, name, tensor, first, self.tensors(part)[name].shape or ())
+            if name != self.format.main or not whole:
+                return
+            first, rows = 0, width
+        else:
+            rows = len(tensor)
+        others = self._waiting.get(part, {})
+        for place, outs in self._held(part, first, rows):
+            wanted = self.format.rows(tensor, others, first, outs, self.own_ins, self.ins)
+            self.method.put(self.weight, place, wanted)
+        if first + rows == width:
+            self._waiting.pop(part, None)
+
+    def _held(self, part: int | None, first: int, rows: int) -> Iterator[tuple[int, range]]:
+        """Of outputs [first, first + rows) of one projection, or of all as one, those that are held here: their place
+        here, and which they are."""
+        start = 0
         for i in range(len(self.outs)) if part is None else (part,):
-            place, own = sum(map(len, self.own_outs[:i])), self.own_outs[i]
-            outs = range(max(0, start + own.start), min(len(tensor), start + own.stop))
-            place += outs.start - (start + own.start)
-            if outs and name != "bias":
-                self.method.load(self.weight, name, tensor, place, outs, self.own_ins)
-            elif outs and self.bias is not None:
-                self.bias[place : place + len(outs)] = tensor[outs.start : outs.stop]
+            own, place = self.own_outs[i], sum(map(len, self.own_outs[:i]))
+            outs = range(max(first, start + own.start), min(first + rows, start + own.stop))
+            if outs:
+                yield place + outs.start - (start + own.start), outs
             start += self.outs[i]
 
     def dense(self) -> Tensor:
@@ -120,6 +156,19 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(x, self.weight, self.bias, x.dtype)
+
+
+def _gathered(
+    waiting: dict[str, Tensor], name: str, tensor: Tensor, first: int, shape: tuple[int, ...]
+) -> tuple[Tensor, bool]:
+    """A copy of the tensor of which these are rows, as far as it was read, and whether that is all."""
+    if not shape or len(tensor) == shape[0]:
+        waiting[name] = tensor.clone()
+        return waiting[name], True
+    if first == 0:
+        waiting[name] = torch.empty(shape, dtype=tensor.dtype)
+    waiting[name][first : first + len(tensor)] = tensor
+    return waiting[name], first + len(tensor) == shape[0]
 
 
 class ColumnLinear(Linear):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -27,6 +27,7 @@ from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
     DTYPES,
+    FLOATS,
     INDEX,
     MALFORMED,
     MOST_HEADER,
@@ -38,6 +39,9 @@ from penstock.nn.checkpoint import (
     weight_files,
 )
 from penstock.nn.config import DecoderConfig
+from penstock.nn.formats import Quantisation, read_quantisation
+from penstock.nn.formats.base import Expected, Format, check_cut
+from penstock.nn.formats.dense import DENSE
 from penstock.nn.image import Arena, Image, Peers
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
@@ -45,13 +49,13 @@ from penstock.nn.methods import method_for
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.packed import layout
 from penstock.nn.reading import changed, pieces
 from penstock.nn.weight_cache import WeightCache
 
 log = logging.getLogger("penstock.loader")
 IDENTITY_BYTES = 4096  # of every tensor
-IGNORED = ("rotary_emb.inv_freq",)  # derived values that older checkpoints carry
+# derived values that older checkpoints carry, and scales of a KV cache, which has its own here
+IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 HEAD = "lm_head.weight"
@@ -69,6 +73,7 @@ class Loaded:
         source: where they came from.
         seconds: that this took.
         files: `file_times` of the checkpoint, from before they were looked for.
+        quantised: what a plain checkpoint was quantised to; "" where it was not. K and V depend on it.
     """
 
     model: Decoder
@@ -76,6 +81,7 @@ class Loaded:
     source: Source
     seconds: float
     files: str
+    quantised: str
 
 
 def load_model(*args: Any, **kwargs: Any) -> Decoder:
@@ -93,11 +99,13 @@ def load(
     load_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     peers: Peers | None = None,
+    quantization: str | None = None,
 ) -> Loaded:
     """Build the architecture that config.json names and fill it.
 
     Args:
-        dtype: of the weights; None takes the checkpoint's.
+        dtype: of the weights, and of activations; None takes the checkpoint's, but for a quantised one in float16 on a
+            CPU bfloat16.
         cache: where packed weights are looked for, and are remembered to be saved if they were not there.
         shard: what of every layer is loaded.
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
@@ -105,6 +113,8 @@ def load(
         progress: called with the bytes that are loaded and all that are to be.
         peers: that may give weights, and be given them, of a model on a CPU; None without any. Of a shard it is the
             same rank of theirs that does.
+        quantization: one of `formats.AT_LOAD`, by which a plain checkpoint is quantised; None or "auto" leaves it as it
+            is.
 
     Raises:
         RankFailed: one of the ranks that load this model together has failed.
@@ -112,41 +122,45 @@ def load(
             that does not fit into memory.
     """
     began = time.monotonic()
-    cls, config, headless = read_architecture(directory, shard.size, model_len)
-    dtype = dtype or config.dtype or _stored_dtype(directory)
-    key = None
-    method = method_for(device, dtype)
+    cls, config, headless, quantisation = read_architecture(directory, shard.size, model_len, quantization)
+    if dtype is None:
+        dtype = config.dtype or _stored_dtype(directory)
+        if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
+            dtype = torch.bfloat16  # which there are kernels for; float16 is what the quantisers' GPU kernels take
+            log.info("activations are in bfloat16, not in the checkpoint's float16; --dtype says otherwise")
+    key, asked = None, quantisation.name if quantisation.at_load else ""
     try:
         with torch.device("meta"):
             model = cls(config, shard).to(dtype)
-            model.hold(method)
+            _hold(model, quantisation, device, dtype)
         model.headless = headless
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
     before, files = _states(directory), file_times(directory)
     tensors = _check_weights(model, directory)
-    if method.kept and cache is not None and cache.wants(model):
-        key = cache_key(directory, dtype, shard)
+    form = held(model)
+    if device.type == "cpu" and _keeps(model) and cache is not None and cache.wants(model):
+        key = cache_key(directory, dtype, shard, form)
     name, arena = "", None
     if peers is not None and device.type == "cpu":
-        name, arena = image_key(directory, dtype, method, shard), Arena()
+        name, arena = image_key(directory, dtype, form, shard), Arena()
     image, source = _find_whole(model, peers if name else None, name, cache, key)
     if not _any_loads(shard, image is not None):
         model.bound_logits()
         _check_same(directory, before)
-        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
+        return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
     if image is None:
         _take_memory(model, device, directory, arena)
     else:
         arena = None
     fill(None if image is not None else model, tensors, load_format, device, shard, progress, arena)
     _check_same(directory, before)
-    if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard):
+    if image is None and cache is not None and key is not None and key == cache_key(directory, dtype, shard, form):
         cache.remember(key, model)  # not if it changed meanwhile
     model.bound_logits(take=None if arena is None else arena.take)
     if arena is not None:
         image = arena.image(name, model)
-    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files))
+    return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
 
 
 def _told(loaded: Loaded) -> Loaded:
@@ -235,17 +249,58 @@ def _any_loads(shard: Shard, found: bool) -> bool:
     return not shard.ranks.on_host.gather(torch.tensor(found)).all()
 
 
+def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtype: torch.dtype) -> None:
+    """Have every linear of a model hold its weight by the best method for what the checkpoint has of it.
+
+    Raises:
+        ConfigError: projections that are computed as one are quantised differently, or the model cannot be split so.
+    """
+
+    def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
+        block = LAYER.match(path)
+        names = ("lm_head",) if block is None else [block[0] + name for name in model.weights[path[block.end() :]]]
+        formats = [quantisation.of(name) for name in names]
+        for name, form in zip(names, formats, strict=True):
+            if form != formats[0]:
+                raise ConfigError(
+                    f"{name} and {names[0]} are computed as one, but quantised differently in the checkpoint", "model"
+                )
+        linear = model.get_submodule(path)
+        assert isinstance(linear, Linear)
+        if (codes := formats[0].codes) is not None and not codes.ordered:
+            try:
+                check_cut(codes.group, linear.own_ins, linear.ins)
+            except ValueError as error:
+                raise ConfigError(
+                    f"tensor-parallel-size: {model.shard.size}, {names[0]}: {error}", "tensor-parallel-size"
+                ) from None
+        return method_for(device, dtype, codes), formats[0]
+
+    model.hold_each(how)
+
+
+def _keeps(model: Decoder) -> bool:
+    return any(part.method.kept for part in model.modules() if isinstance(part, Linear))
+
+
+def held(model: Decoder) -> str:
+    """Names how a model's weights come out of a checkpoint, and lie in memory here."""
+    linears = [part for part in model.modules() if isinstance(part, Linear)]
+    return "; ".join(sorted({f"{linear.format.key()} {linear.method.layout()}" for linear in linears}))
+
+
 def read_architecture(
-    directory: Path, shards: int = 1, model_len: int | None = None
-) -> tuple[type[Decoder], DecoderConfig, bool]:
+    directory: Path, shards: int = 1, model_len: int | None = None, quantization: str | None = None
+) -> tuple[type[Decoder], DecoderConfig, bool, Quantisation]:
     """What the checkpoint's config.json says, once it is known that such a model can be served; no weight is read.
 
     Args:
         shards: over how many ranks the model is spread.
-        model_len: as `load` has it.
+        model_len, quantization: as `load` has them.
 
     Returns:
-        The model's class, its configuration, and whether no weights of an output head are there, as in an embedder.
+        The model's class, its configuration, whether no weights of an output head are there, as in an embedder, and how
+        it is quantised.
 
     Raises:
         ConfigError: unsupported architecture or option; no weights; a model that cannot be split into so many shards,
@@ -254,13 +309,15 @@ def read_architecture(
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
     check_finite(hf, str(directory / "config.json"))
-    if hf.get("quantization_config"):
-        raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported", "model")
+    found = {_full(tensor.name): tensor for tensor in stored(directory)}
     try:
+        quantisation = read_quantisation(hf, found, quantization)
         cls = architecture(hf)
         config = rope.settled(cls.read_config(hf), model_len)
         rope.check(config)
         headless = not config.tie_embeddings and _headless(directory)
+        if not quantisation.at_load and quantisation.of("lm_head") != DENSE:
+            config = replace(config, tie_embeddings=False)  # what is quantised is no embedding
         if headless:
             config = replace(config, tie_embeddings=True)  # so that none is missed
     except ConfigError:
@@ -273,7 +330,7 @@ def read_architecture(
     most = rope.longest(config)
     if model_len is not None and not 2 <= model_len <= most:
         raise ConfigError(f"max-model-len: {model_len}, this checkpoint allows 2 to {most}", "max-model-len")
-    return cls, config, headless
+    return cls, config, headless, quantisation
 
 
 def _check_shards(config: DecoderConfig, size: int) -> None:
@@ -297,11 +354,14 @@ def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigE
 
 def _stored_dtype(directory: Path) -> torch.dtype:
     """Of the first weight in the files, for checkpoints whose config.json does not say."""
-    first = next(stored(directory), None)
+    first = None
+    for tensor in stored(directory):
+        if tensor.dtype in FLOATS:
+            return DTYPES[tensor.dtype]
+        first = first or tensor
     if first is None:
         raise ConfigError(f"{weight_files(directory)[0]}: holds no weights", "model")
-    _check_dtype(first)
-    return DTYPES[first.dtype]
+    raise _of_other_dtype(first, FLOATS)
 
 
 def _full(name: str) -> str:
@@ -312,7 +372,7 @@ def _full(name: str) -> str:
 def _headless(directory: Path) -> bool:
     """Whether it was saved without a head, as embedding models are whose config.json has one."""
     names = [tensor.name for tensor in stored(directory)]
-    return HEAD not in names and any(name.startswith(BARE) for name in names)
+    return not any(name.startswith("lm_head.") for name in names) and any(name.startswith(BARE) for name in names)
 
 
 def identity(directory: Path) -> str:
@@ -342,10 +402,14 @@ def identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE) -> str:
-    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does."""
+def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE, form: str = "") -> str:
+    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
+
+    Args:
+        form: as of `held`.
+    """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
-    digest.update(f"{dtype} {layout()} {shard.rank} {shard.size} with bounded logits".encode())
+    digest.update(f"{dtype} {form} {shard.rank} {shard.size} with bounded logits".encode())
     digest.update(file_times(directory).encode())
     return digest.hexdigest()
 
@@ -362,11 +426,14 @@ def file_times(directory: Path) -> str:
     return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
 
 
-def image_key(directory: Path, dtype: torch.dtype, method: LinearMethod[Any], shard: Shard = WHOLE) -> str:
-    """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does."""
+def image_key(directory: Path, dtype: torch.dtype, form: str, shard: Shard = WHOLE) -> str:
+    """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does.
+
+    Args:
+        form: as of `held`.
+    """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
-    form = layout() if method.kept else sys.byteorder
-    digest.update(f"{dtype} {method.name} {form} {shard.rank} {shard.size}".encode())
+    digest.update(f"{dtype} {form} {shard.rank} {shard.size}".encode())
     return digest.hexdigest()
 
 
@@ -392,15 +459,20 @@ class Place:
     part: Part
     name: str
     number: int | None
-    shape: tuple[int, ...]
+    expected: Expected
+
+    @property
+    def waits(self) -> bool:
+        """Whether no other tensor needs it to be there."""
+        return not isinstance(self.part, Linear) or self.name in ("bias", self.part.format.main)
 
     def load(self, tensor: Tensor, first: int = 0) -> None:
-        """Take rows of it, from `first` on."""
+        """Take rows of it, from `first` on. Raises ValueError as the part's `load` does."""
         self.part.load(self.name, tensor, self.number, first)
 
 
 def places(model: Decoder) -> dict[str, Place]:
-    """All tensors that a checkpoint must have, by their names."""
+    """All tensors that a checkpoint has, by their names."""
     found: dict[str, Place] = {}
     for path, part in model.named_modules():
         if not isinstance(part, Part):
@@ -409,8 +481,12 @@ def places(model: Decoder) -> dict[str, Place]:
         sources = (path,) if block is None else model.weights[path[block.end() :]]
         for i, source in enumerate(sources):
             number = i if len(sources) > 1 else None
-            for name, shape in part.tensors(number).items():
-                found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, shape)
+            try:
+                tensors = part.tensors(number)
+            except ValueError as error:
+                raise ConfigError(f"{block[0] if block else ''}{source}: {error}", "quantization_config") from None
+            for name, expected in tensors.items():
+                found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, expected)
     return found
 
 
@@ -421,40 +497,47 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
         model: on "meta".
 
     Returns:
-        What is to be loaded, in the order of the files.
+        What is to be loaded, in the order of the files, but what others wait for first.
     """
-    wanted, found = places(model), []
-    missing = dict.fromkeys(wanted)
+    wanted, found, seen = places(model), [], set[str]()
+    missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
         if name.endswith(IGNORED):
             continue
         if name == HEAD and model.lm_head is None:
-            embedding = list(model.model.embed_tokens.tensors()["weight"])
-            if shape != embedding:
-                raise ConfigError(f"{path}: {HEAD!r} is {shape}, not {embedding}", "model")
+            expected = model.model.embed_tokens.tensors()["weight"]
         elif name not in wanted:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
-        elif name not in missing:
+        elif name in seen:
             raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        elif shape != (expected := list(wanted[name].shape)):
-            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {expected}", "model")
         else:
-            del missing[name]
-        _check_dtype(tensor)
+            expected = wanted[name].expected
+        if expected.shape is None:
+            continue
+        one = math.prod(shape) == 1 == math.prod(expected.shape)
+        if shape != list(expected.shape) and not one:
+            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(expected.shape)}", "model")
+        _check_dtype(tensor, expected.dtypes)
+        seen.add(name)
         found.append(tensor)
+    missing -= seen
     if missing:
         name = min(missing)
         files = {_full(given): file for given, file in indexed(directory).items()}
         where = f", which {INDEX} has in {files[name]}" if name in files else ""
         raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {name!r}{where}", "model")
-    return found
+    return sorted(found, key=lambda tensor: (place := wanted.get(_full(tensor.name))) is None or place.waits)
 
 
-def _check_dtype(tensor: Stored) -> None:
-    if tensor.dtype not in DTYPES:
-        allowed = ", ".join(DTYPES)
-        raise ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
+def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:
+    if tensor.dtype not in dtypes:
+        raise _of_other_dtype(tensor, dtypes)
+
+
+def _of_other_dtype(tensor: Stored, dtypes: Sequence[str]) -> ConfigError:
+    allowed = ", ".join(dtypes)
+    return ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
 
 
 def fill(
@@ -488,7 +571,10 @@ def fill(
                 head = _untied(model, arena)
                 wanted = places(model)
             if model is not None:
-                wanted[name].load(piece.tensor, piece.first)
+                try:
+                    wanted[name].load(piece.tensor, piece.first)
+                except ValueError as error:
+                    raise ConfigError(f"{piece.stored.path}: {piece.stored.name!r}: {error}", "model") from None
             done += piece.tensor.nbytes
             if progress is not None:
                 progress(done, total)

@@ -15,8 +15,10 @@ LAYOUT = 1  # to be counted up with whatever changes what stands where
 
 
 def layout() -> str:
-    """Names how weights are packed here, which depends on the processor."""
-    return f"{LAYOUT} {native.panel_groups()} {sys.byteorder}"
+    """Names how weights are packed here, which depends on the instruction set."""
+    chosen = native.isa()
+    assert chosen is not None
+    return f"{LAYOUT} {chosen.name} {native.panel_groups()} {sys.byteorder}"
 
 
 class PackedWeight(nn.Module):
@@ -78,6 +80,3 @@ class PackedWeight(nn.Module):
                 lines = part.view(-1, self.steps, groups, LANES, self.in_word)
                 rows.append(lines.permute(0, 2, 3, 1, 4).reshape(-1, self.steps * self.in_word))
         return torch.cat(rows)[: self.shape[0], : self.shape[1]]
-
-
-Weight = nn.Parameter | PackedWeight  # [outs, ins]

@@ -64,7 +64,7 @@ def pieces(
     """All of the given tensors.
 
     Args:
-        tensors: in the order in which they lie in the files.
+        tensors: best in the order in which they lie in the files.
         load_format: one of `LOAD_FORMATS`; auto maps files that the page cache has, and reads others in their order.
         device: where tensors are copied to.
         ranks: that all call this with the same, and take all pieces; None where this one is alone.
@@ -188,7 +188,7 @@ class Plan:
 
     @classmethod
     def of(cls, tensors: Sequence[Stored]) -> Plan:
-        """Of tensors in the order of the files."""
+        """Of tensors, best in the order of the files."""
         chunks: list[Chunk] = []
         for stored in tensors:
             size = stored.stop - stored.start
@@ -201,7 +201,8 @@ class Plan:
                 start = stored.start + first * row
                 stop, part = start + rows * row, (stored, first, rows)
                 last = chunks[-1] if chunks else None
-                if last is not None and last.path == stored.path and stop - last.start <= CHUNK:
+                follows = last is not None and last.path == stored.path and last.stop <= start
+                if last is not None and follows and stop - last.start <= CHUNK:
                     last.stop = stop
                     last.parts.append(part)
                 else:

@@ -182,11 +182,11 @@ class _Model(NamedTuple):
 @lru_cache(maxsize=64)
 def _work(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Operations and bytes of one unit of each of PARTS."""
-    value_bytes, layers, head = shape.bytes_per_value, shape.layer_params, shape.head_params
+    layers, head = shape.layer_params, shape.head_params
     pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # of one token looking at one
     return (
-        (2 * layers, layers * value_bytes),
-        (2 * head, head * value_bytes),
+        (2 * layers, shape.layer_bytes),
+        (2 * head, shape.head_bytes),
         (pair_flops, shape.kv_bytes_per_token),
         (pair_flops, shape.kv_bytes_per_token),
     )

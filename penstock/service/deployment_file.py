@@ -34,7 +34,12 @@ GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 HIGHEST_PORT = 65535
 DEFAULT = "unified"  # policy of files without one
-ONE_LAYOUT = ("dtype", "kv-cache-dtype", "kv-layout")  # of all instances that share a KV pool server's memory
+ONE_LAYOUT = (
+    "dtype",
+    "quantization",
+    "kv-cache-dtype",
+    "kv-layout",
+)  # of all instances that share a KV pool server's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def difference(
     Raises:
         ConfigError: a line "FILE: setting: ..." for each that cannot change while the deployment runs.
     """
-    if wrong := [f"{file}: {line}" for line in _fixed(running, wanted)]:
+    if wrong := [f"{file}: {line}" for line in _fixed(running, wanted, new_model)]:
         raise ConfigError("\n".join(wrong))
     before = {name: settings for name, settings in _settings(running).items() if name not in missing}
     after = _settings(wanted)
@@ -66,7 +66,7 @@ def difference(
     )
 
 
-def _fixed(running: Deployment, wanted: Deployment) -> Iterator[str]:
+def _fixed(running: Deployment, wanted: Deployment, new_model: bool) -> Iterator[str]:
     """What cannot change."""
     for key, value in running.server.items():
         if key != "served_model_name" and wanted.server[key] != value:
@@ -81,9 +81,13 @@ def _fixed(running: Deployment, wanted: Deployment) -> Iterator[str]:
         yield "ssl-cert-reqs: required, allowed is none or optional: frontends have to say that they know an instance"
     if running.scaling is not None:
         yield "scaling: given, allowed is nothing: the policy decides which instances run"
-    for name, here in (("cluster", running.cluster), ("launcher: ray", running.ray)):
-        if here is not None:
-            yield f"{name}: given, allowed is a deployment of this host alone"
+    if running.cluster is not None and running.cluster.registry is not None:
+        for key in RUNS_IT:
+            if getattr(wanted, key) != getattr(running, key):
+                why = "what it began with: with a registry masters of other hosts go by it too"
+                yield _refusal(_shown(key), "another value", why)
+    if running.ray is not None and new_model:
+        yield "model: another checkpoint, allowed with launcher ray is the same: its nodes are not asked what they have"
     if wanted.orphans != running.orphans:
         yield _refusal("kv-pool.orphans", wanted.orphans, running.orphans)
     if None not in (wanted.transport, running.transport) and wanted.transport != running.transport:
@@ -105,7 +109,8 @@ def _settings(deployment: Deployment) -> dict[str, dict[str, Any]]:
 
 def _of_group(deployment: Deployment, group: Group) -> dict[str, Any]:
     hands_over = {"transport": deployment.transport, "lease": deployment.lease} if group.shares_memory else {}
-    return {"role": group.role, **group.options, **hands_over}
+    set_apart = {"cpus": group.cpus, "resources": group.resources} if deployment.ray is not None else {}
+    return {"role": group.role, **group.options, **hands_over, **set_apart}
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -245,7 +245,10 @@ class EtcdRegistry(LocalRegistry):
         for name, value in found.items():
             with contextlib.suppress(msgspec.DecodeError):
                 there[name] = msgspec.json.decode(value, type=Endpoint)
-        self.replace(there, "its lease in etcd has ended")
+        for name in self.instances.keys() - there.keys():
+            self.lapse(name, "its lease in etcd has ended")
+        for endpoint in there.values():
+            self.put(endpoint)
         self.loaded.set()
 
 

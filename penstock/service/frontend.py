@@ -173,6 +173,11 @@ class Frontend:
             return next(iter(troubles.values()))
         return "; ".join(f"{name}: {trouble}" for name, trouble in troubles.items())
 
+    @property
+    def requests(self) -> int:
+        """How many are served now."""
+        return len({id(flight.owner) for flight in self.engine_client.flights.values()})
+
     def instance_states(self) -> list[dict[str, str]]:
         """For operators: every instance's name, role and state, and its trouble, if any."""
         now = self.clock.now()
@@ -286,6 +291,7 @@ class Frontend:
         messages: list[dict[str, Any]],
         *,
         size: int,
+        add_special_tokens: bool = False,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -311,6 +317,7 @@ class Frontend:
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
                 messages,
+                add_special_tokens=add_special_tokens,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

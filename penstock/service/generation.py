@@ -38,11 +38,20 @@ CLIENT_LEFT = 499  # nginx's status for a closed client connection; for the log
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request, in all its outputs together."""
+    """Tokens of a request, in all its outputs together, and its time in seconds, where it has one prompt.
+
+    Attributes:
+        first: from its arrival to its first token.
+        queue: before it ran.
+        decode: from its first token to its last.
+    """
 
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+    first: float | None = None
+    queue: float | None = None
+    decode: float | None = None
 
 
 class Owner(Protocol):
@@ -179,10 +188,14 @@ class Generation:
     def usage(self) -> Usage:
         """Of all prompts together, so far."""
         used = [part.usage for part in self._parts]
+        timings = self._parts[0].timings if len(used) == 1 else {}
         return Usage(
             prompt_tokens=sum(u.prompt_tokens for u in used),
             cached_tokens=sum(u.cached_tokens for u in used),
             completion_tokens=0 if self._prompts_only else sum(u.completion_tokens for u in used),
+            first=timings.get("ttft"),
+            queue=timings.get("queue"),
+            decode=timings.get("decode"),
         )
 
     def cancel(self) -> None:

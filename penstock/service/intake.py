@@ -65,6 +65,7 @@ def make_sequences(
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logprob_token_ids", params.logprob_token_ids or ()),
         ("thinking", () if params.thinking is None else params.thinking.start + params.thinking.end),
     ):
         _check_ids(field, ids, limits)

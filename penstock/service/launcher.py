@@ -23,7 +23,7 @@ from penstock.service.supervisor import Action, ProcessKind, Program, Supervisor
 if TYPE_CHECKING:
     import zmq
 
-    from penstock.core.wire.master import EngineEnded, HostReport, ToLauncher
+    from penstock.core.wire.master import EngineEnded, HostOrder, HostProgress, HostReport, HostTaken, ToLauncher
     from penstock.service.etcd import EtcdHost
 
 log = logging.getLogger("penstock.launcher")
@@ -124,6 +124,11 @@ class Launcher:
         warm: processes of this machine that wait to become engines.
         givers: file in which engines that start read of instances on other hosts that may give them weights, as JSON;
             None where there are no such hosts.
+
+    Attributes:
+        ready: what the master gives requests to, as it said last.
+        said: the last that the master answered.
+        orders, progress, other: see `HostReport`; set by `service.upgrade` and `service.follower`.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class Launcher:
         self._took: dict[str, float] = {}  # engines that are up -> seconds that this took
         self._signals: list[int] = []
         self._listeners = listeners
-        self._master, self._wire = master, _Wire(secret)
+        self._master, self._wire, self.secret = master, _Wire(secret), secret
         self._host, self._model, self._incarnation = host_of(os.getpid()), model, time.time_ns()
         self._drain, self._leaves_by = drain, inf
         self._registry = registry
@@ -172,7 +177,11 @@ class Launcher:
         self._givers_file = givers
         self._givers: Mapping[str, str] | None = None  # what is to be in it
         self._givers_written = False
-        self.ready: Sequence[str] = ()  # what the master gives requests to, as it said last
+        self.ready: Sequence[str] = ()
+        self.said: HostTaken | None = None
+        self.orders: Mapping[str, HostOrder] = {}
+        self.progress: HostProgress | None = None
+        self.other = ""
 
     def run(self, look: Callable[[float], object] = lambda now: None) -> int:
         """Returns the exit code: 0 after SIGTERM or SIGINT, else the supervisor's. No process is left.
@@ -330,10 +339,10 @@ class Launcher:
         for said in self._wire.read(master):
             self._heard = now
             match said:
-                case HostTaken(ready=ready, givers=givers):
-                    self.ready = ready
+                case HostTaken() as taken:
+                    self.said, self.ready = taken, taken.ready
                     self._be_taken(master)
-                    self._pass_on(givers)
+                    self._pass_on(taken.givers)
                 case StartInstance(name=name) if name in self._programs:
                     self._supervisor.start(name, now)
                 case StopInstance(name=name) if name in self._programs:
@@ -415,6 +424,10 @@ class Launcher:
             ended=self.ended,
             restarted=minutes,
             spread=self._engines is not self._local,
+            other=self.other,
+            began=self._drain is None,
+            orders=dict(self.orders),
+            progress=None if gone else self.progress,
         )
 
     # --- programs that come and go; `service.upgrade` decides which
@@ -425,7 +438,13 @@ class Launcher:
 
     @property
     def stopping(self) -> bool:
-        return self._supervisor.stopping
+        """Whether it is, or leaves."""
+        return self._supervisor.stopping or self._leaves_by < inf
+
+    @property
+    def hears(self) -> bool:
+        """Whether the master has just said something."""
+        return self._heard is not None and self._clock.now() - self._heard < 2 * REPEAT
 
     def try_out(self, program: Program) -> None:
         """Start one that is not restarted, and not registered. With the name of one that has ended it is that one's
@@ -445,6 +464,12 @@ class Launcher:
     def is_up(self, name: str) -> bool:
         """Whether it runs, and can be reached."""
         return name in self._running and name not in self._starting
+
+    def endpoint(self, name: str) -> str:
+        """Of an engine that runs; "" while it is not known."""
+        program, incarnation = self._programs.get(name), self._running.get(name)
+        known = incarnation.endpoint if incarnation is not None else ""
+        return (program.address if program is not None else None) or known
 
     def accept(self, name: str) -> None:
         """It is restarted from now on, as the others are, and registered if it is an instance."""
@@ -481,8 +506,13 @@ class Launcher:
         self._supervisor.replace(program)
         self._programs[program.name] = program
 
+    @property
+    def model(self) -> str:
+        """Digest of the checkpoint that the instances serve."""
+        return self._model
+
     def serve_model(self, digest: str) -> None:
-        """What the instances serve is another checkpoint from now on."""
+        """It is another one from now on."""
         self._model = digest
 
     def _act(self, action: Action) -> None:
@@ -521,8 +551,10 @@ class Launcher:
         incarnation = self._running[program.name]
         if program.address is None:
             incarnation.stop()
-        else:
-            self._wire.tell_to_stop(program.address or incarnation.endpoint)
+        elif address := program.address or incarnation.endpoint:
+            self._wire.tell_to_stop(address)
+        else:  # it has not begun, and cannot be told
+            incarnation.kill()
 
     def _spawner(self, name: str) -> Spawner:
         return self._engines if self._programs[name].kind == "engine" else self._local

@@ -80,9 +80,10 @@ class Launchers:
             log.warning("the instances of %s are not taken: %s", said.host, why)
             self._tell(sender, HostRefused(why))
             return
-        self._tell(sender, HostTaken(self._ready(), self._givers_to(said)))
         before = self._hosts.get(said.host)
         self._hosts[said.host] = _Host(sender, now, said)
+        self._tell(sender, self._taken(said))
+        self._pass_on(said, None if before is None else before.said)
         if self._registry is not None:
             for endpoint in said.instances:
                 self._registry.put(endpoint)
@@ -93,6 +94,27 @@ class Launchers:
                         self._registry.remove(endpoint.name, f"{said.host} has stopped it")
         for endpoint in said.instances:
             self._remind(sender, endpoint.name, stopped=endpoint.state == "stopped")
+
+    def _taken(self, said: HostReport) -> HostTaken:
+        """What a launcher is answered."""
+        leader = next((host.said for host in self._hosts.values() if host.said.began), None)
+        joined = {name: host.said.progress for name, host in self._hosts.items() if host.said.progress is not None}
+        return HostTaken(
+            self._ready(),
+            self._givers_to(said),
+            None if leader is None else leader.orders.get(said.host),
+            "" if leader is None else leader.model,
+            joined if said.began else {},
+        )
+
+    def _pass_on(self, said: HostReport, before: HostReport | None) -> None:
+        """Who begins something on other hosts, and who says how far it is there, need not wait for their reports."""
+        for name, host in self._hosts.items():
+            orders = {} if before is None else before.orders
+            ordered = said.orders.get(name) != orders.get(name)
+            progressed = host.said.began and said.progress != (None if before is None else before.progress)
+            if name != said.host and (ordered or progressed):
+                self._tell(host.sender, self._taken(host.said))
 
     def _givers_to(self, said: HostReport) -> dict[str, str]:
         """Not the same first ones to every launcher: many may start engines at once."""
@@ -110,7 +132,9 @@ class Launchers:
         for other in others:
             if taken := sorted(mine & {endpoint.name for endpoint in other.instances}):
                 return f"instances: {', '.join(taken)} is a name at {other.host} too, give the group one of its own"
-            if said.model != other.model:
+        leaders = [other for other in others if other.began]
+        for other in leaders if leaders or said.began else others:
+            if _checkpoints(said).isdisjoint(_checkpoints(other)):
                 return f"model: its checkpoint is another one than that of {other.host}"
         return ""
 
@@ -125,7 +149,7 @@ class Launchers:
             self._tell(sender, message)
 
     def tick(self, now: float) -> None:
-        """Forget launchers that have fallen silent; call it a few times a second."""
+        """Forget launchers that have fallen silent, but not what serves nevertheless; call it a few times a second."""
         self._now = now
         for name, host in list(self._hosts.items()):
             if now - host.heard > LEASE and name != self._own:
@@ -133,7 +157,7 @@ class Launchers:
                 log.warning("the launcher of %s was not heard for %g s", name, LEASE)
                 if self._registry is not None:
                     for endpoint in host.said.instances:
-                        self._registry.remove(endpoint.name, f"nothing was heard of {name} for {LEASE:g} s")
+                        self._registry.lapse(endpoint.name, f"nothing was heard of {name} for {LEASE:g} s")
 
     @property
     def troubles(self) -> Mapping[str, str]:
@@ -158,3 +182,8 @@ class Launchers:
         for host in self._hosts.values():
             if any(endpoint.name == name for endpoint in host.said.instances):
                 self._tell(host.sender, message)
+
+
+def _checkpoints(said: HostReport) -> set[str]:
+    """That a launcher serves, or could, in a change."""
+    return {said.model, said.other or said.model}

@@ -834,6 +834,10 @@ class Master:
         """Every instance -> "absent", "ready", "suspect", "draining" or "sleeping"."""
         return {name: self._state(now, self._sessions.get(name)) for name in self._endpoints}
 
+    def serves(self, now: float, name: str) -> bool:
+        """Whether it is heard, and does what it was given."""
+        return self._state(now, self._sessions.get(name)) not in ("absent", "suspect")
+
     def _state(self, now: float, session: InstanceSession | None) -> str:
         if session is None:
             return "absent"

@@ -363,6 +363,7 @@ class Desk:
         self._roll = Roll(pump.master.joined.incarnation, registry, self._send)
         if not registers:
             self._roll.complete()
+        self._registry = registry
         self._troubles: Mapping[str, str] = {}  # that the others know of
         pump.deliver, pump.fleet = self._deliver, self._launchers
 
@@ -373,6 +374,7 @@ class Desk:
             await asyncio.sleep(TICK)
             now = self._pump.clock.now()
             self._launchers.tick(now)
+            self._registry.look(self._serves)
             self._tell_troubles()
             if now - begun > LEASE:  # every launcher that is there was heard by now
                 self._roll.complete()
@@ -380,6 +382,9 @@ class Desk:
     def _ready(self) -> list[str]:
         states = self._pump.master.states(self._pump.clock.now())
         return [name for name, state in states.items() if state == "ready"]
+
+    def _serves(self, name: str) -> bool:
+        return self._pump.master.serves(self._pump.clock.now(), name)
 
     def _givers(self) -> dict[str, str]:
         return self._pump.master.givers(self._pump.clock.now())

@@ -31,6 +31,7 @@ class LocalRegistry:
     def __init__(self, instances: Iterable[Endpoint] = ()) -> None:
         self.instances = {endpoint.name: endpoint for endpoint in instances}
         self._watchers: list[Changed] = []
+        self._lapsed: dict[str, str] = {}  # instances that nobody vouches for -> why
 
     def watch(self, changed: Changed) -> None:
         self._watchers.append(changed)
@@ -39,14 +40,27 @@ class LocalRegistry:
 
     def put(self, endpoint: Endpoint) -> None:
         """It is there, as this says. No effect when that is known."""
+        self._lapsed.pop(endpoint.name, None)
         if self.instances.get(endpoint.name) != endpoint:
             self.instances[endpoint.name] = endpoint
             self._tell(InstanceJoined(endpoint))
 
     def remove(self, name: str, why: str) -> None:
         """It is not there. No effect when that is known."""
+        self._lapsed.pop(name, None)
         if self.instances.pop(name, None) is not None:
             self._tell(InstanceLeft(name, why))
+
+    def lapse(self, name: str, why: str) -> None:
+        """Its launcher is not heard any more. It may stand still, and the instance serve on."""
+        if name in self.instances:
+            self._lapsed.setdefault(name, why)
+
+    def look(self, serves: Callable[[str], bool]) -> None:
+        """Remove what has lapsed, as soon as it does not serve."""
+        for name, why in list(self._lapsed.items()):
+            if not serves(name):
+                self.remove(name, why)
 
     def replace(self, instances: Mapping[str, Endpoint], why: str) -> None:
         """These are there and no others."""

@@ -7,26 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, Protocol
 
-from penstock.service.supervisor import Program
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One program takes the place of another.
+    """One program takes the place of another; or a host becomes another, by a rollout of its own.
 
     Attributes:
         start: None where one only leaves.
         stop: None where one only joins. With the name of `start` the two never run at once: there is one master.
+        limited: whether `start` has to take requests in time. A host sees to that itself.
     """
 
-    start: Program | None = None
-    stop: Program | None = None
+    start: Named | None = None
+    stop: Named | None = None
+    limited: bool = True
 
     @property
     def backwards(self) -> Step:
-        return Step(start=self.stop, stop=self.start)
+        return Step(start=self.stop, stop=self.start, limited=self.limited)
 
     @property
     def in_place(self) -> bool:
@@ -36,7 +42,7 @@ class Step:
 class Fleet(Protocol):
     """The programs that run. Nothing here waits."""
 
-    def start(self, program: Program) -> None:
+    def start(self, program: Named) -> None:
         """It is given no requests yet. With the name of one that runs, it takes that one's place as soon as that has
         ended."""
 
@@ -81,6 +87,7 @@ class Rollout:
         self._phase: Literal["begin", "probe", "serve", "drain", "retreat"] = "begin"
         self._until = 0.0
         self._returns = False
+        self._revoked = ""
 
     @property
     def total(self) -> int:
@@ -92,10 +99,17 @@ class Rollout:
         """Whether it goes back."""
         return self._returns
 
+    def turn_back(self, why: str) -> None:
+        """It is not wanted any more. What drains does so to its end."""
+        self._revoked = why
+
     def look(self, now: float, fleet: Fleet) -> None:
         if self.over:
             return
         step = self._steps[self.done]
+        if self._revoked and not self._returns and self._phase in ("begin", "probe", "serve"):
+            self._revoke(step, fleet)
+            return
         match self._phase:
             case "begin":
                 self._begin(step, now, fleet)
@@ -112,12 +126,20 @@ class Rollout:
                 if fleet.has_gone(step.start.name):
                     self._go_back(self.done)
 
+    def _revoke(self, step: Step, fleet: Fleet) -> None:
+        if self._phase == "begin" or step.start is None:
+            self.failure = self._revoked
+            self._go_back(self.done)
+        else:
+            self._fail(step, self._revoked, fleet)
+            self.failure = self._revoked
+
     def _begin(self, step: Step, now: float, fleet: Fleet) -> None:
         if step.start is None:
             self._drain(step, fleet)
             return
         fleet.start(step.start)
-        self._until = now + self._limit
+        self._until = now + self._limit if step.limited else inf
         self._phase, self.doing = "probe", f"{step.start.name} starts"
 
     def _probe(self, step: Step, now: float, fleet: Fleet) -> None:

@@ -18,6 +18,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.wire import codec
 from penstock.core.wire.engine import Enqueue, Failed, Hello, Ready, Refused, StepReport, decode_event
 from penstock.service.channel import GREETING_INTERVAL, make_context, prepare
+from penstock.service.curve import Curve
 
 SENDER = "launcher"
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 4
@@ -26,36 +27,25 @@ PATIENCE = 2.0  # seconds that one question to a frontend may take
 
 
 class Trial:
-    """In threads of its own, for all of it waits.
+    """Whether an engine answers; in a thread of its own, for it waits.
 
     Args:
-        name: of the instance.
-        address: ZMQ endpoint of its engine, which may be bound later.
-        frontends: addresses of all, by HTTP.
-        tls: whether they speak TLS.
+        address: the ZMQ endpoint of its engine, which may be bound later; "" while it is not known.
+        secret: of the deployment, where its links are protected.
 
     Attributes:
         verdict: as of `rollout.Fleet.verdict`.
-        known: all frontends serve with it; asked from `introduce` on.
     """
 
-    def __init__(self, name: str, address: str, frontends: Sequence[tuple[str, int]], tls: bool = False) -> None:
+    def __init__(self, address: Callable[[], str], secret: str | None = None) -> None:
         self.verdict: str | None = None
-        self.known = False
-        self._name, self._address, self._frontends, self._tls = name, address, frontends, tls
+        self._address, self._secret = address, secret
         self._over = threading.Event()
-        self._begin(self._probe)
-
-    def introduce(self) -> None:
-        """It is registered by now: look whether the frontends know it."""
-        self._begin(self._await_frontends)
+        threading.Thread(target=self._probe, daemon=True).start()
 
     def close(self) -> None:
         """It is over soon, and nothing waits for that."""
         self._over.set()
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, daemon=True).start()
 
     def _probe(self) -> None:
         try:
@@ -64,11 +54,14 @@ class Trial:
             self.verdict = f"its probe failed: {error}"
 
     def _ask_engine(self) -> None:
+        while not (address := self._address()):
+            if self._over.wait(LOOK):
+                return
         with make_context() as context, context.socket(zmq.DEALER) as link:
             link.setsockopt(zmq.LINGER, 0)
             link.setsockopt(zmq.ROUTING_ID, SENDER.encode())
-            prepare(link, self._address, None)  # of this host
-            link.connect(self._address)
+            prepare(link, address, None if self._secret is None else Curve(self._secret))
+            link.connect(address)
             hello, greeted, asked = Hello(SENDER, time.time_ns(), "probe"), 0.0, False
             while not self._over.is_set():
                 if time.monotonic() - greeted >= GREETING_INTERVAL:
@@ -89,6 +82,29 @@ class Trial:
                                 return
                     case Failed(message=message) | Refused(message=message):
                         raise Unavailable(message)
+
+
+class Introduction:
+    """Whether the frontends know an instance that is registered by now; likewise.
+
+    Args:
+        name: of the instance.
+        frontends: addresses of all, by HTTP.
+        tls: whether they speak TLS.
+
+    Attributes:
+        known: all of them serve with it.
+    """
+
+    def __init__(self, name: str, frontends: Sequence[tuple[str, int]], tls: bool = False) -> None:
+        self.known = False
+        self._name, self._frontends, self._tls = name, frontends, tls
+        self._over = threading.Event()
+        threading.Thread(target=self._await_frontends, daemon=True).start()
+
+    def close(self) -> None:
+        """It is over soon, and nothing waits for that."""
+        self._over.set()
 
     def _await_frontends(self) -> None:
         unaware = list(self._frontends)

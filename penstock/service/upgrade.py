@@ -1,32 +1,27 @@
-"""A launcher changes the deployment that it runs into what another file says: `penstock up --apply`.
-
-An instance that is replaced runs beside the new one for a while, so the processes need names of their own: that of an
-instance is `engine-0`, and its process is called `engine-0`, `engine-0.1` or the like.
-"""
+"""A launcher changes the deployment that it began into what another file says: `penstock up --apply`. Its own instances
+go first (`change`), then hosts that joined, one after the other (`joined`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.service.checkpoint import file_states, fingerprint, read_defaults
+from penstock.service.change import LIMIT, Change, OwnFleet, Plan, Running, plan_change
+from penstock.service.checkpoint import read_defaults
 from penstock.service.control import Client, ControlSocket, Question
 from penstock.service.deployment import Deployment
-from penstock.service.difference import Difference, difference
-from penstock.service.rollout import Rollout, Step
-from penstock.service.supervisor import Program
+from penstock.service.joined import JoinedHosts, Target
+from penstock.service.rollout import Named, Rollout, Step
 
 if TYPE_CHECKING:
     from penstock.service.launcher import Launcher
-    from penstock.service.trial import Trial
+    from penstock.service.trial import Introduction
 
 log = logging.getLogger("penstock.launcher")
-LIMIT = 600.0  # seconds that an instance has from its start until it takes requests, unless the command says
 # What frontends read of a checkpoint: they keep the one that they began with.
 OF_FRONTENDS = (
     "tokenizer.json",
@@ -40,26 +35,6 @@ OF_FRONTENDS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-# deployment, folder of its checkpoint, instance -> name of its process -> all programs
-Plan = Callable[[Deployment, Path, Mapping[str, str]], Sequence[Program]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """What runs.
-
-    Attributes:
-        directory: of the checkpoint.
-        digest: of the checkpoint, as of `checkpoint.fingerprint`.
-        files: as of `checkpoint.file_states`; the digest is of samples.
-        names: instance -> name of its process.
-    """
-
-    deployment: Deployment
-    directory: Path
-    digest: str
-    files: Mapping[str, tuple[int, int, int]]
-    names: Mapping[str, str]
 
 
 class Upgrades:
@@ -71,6 +46,8 @@ class Upgrades:
         plan: makes its programs.
         frontends: addresses of all, by HTTP.
         surround: sets the environment of engines that start, by the deployment that they are for.
+        tidy: puts away what was made for programs that are not there any more.
+        became: told of what runs now.
     """
 
     def __init__(
@@ -82,146 +59,181 @@ class Upgrades:
         plan: Plan,
         frontends: Sequence[tuple[str, int]],
         surround: Callable[[Deployment], None],
+        tidy: Callable[[], None] = lambda: None,
+        became: Callable[[Running], None] = lambda running: None,
     ) -> None:
         self._control, self._launcher = control, launcher
         self._running = running
         self._read, self._plan = read, plan
         self._frontends, self._surround = frontends, surround
-        self._under_way: _Change | None = None
+        self._tidy, self._became = tidy, became
+        self._tls = running.deployment.server["ssl_certfile"] is not None
+        self._joined = JoinedHosts(launcher, self._introduce)
+        self._under_way: _Course | None = None
+
+    def _introduce(self, name: str) -> Introduction:
+        from penstock.service.trial import Introduction
+
+        return Introduction(name, self._frontends, self._tls)
 
     def look(self, now: float) -> None:
+        self._joined.look(now)
         for client, question in self._control.questions():
             try:
-                self._answer(client, question)
+                self._answer(client, question, now)
             except Exception as error:  # what runs goes on
                 if not isinstance(error, PenstockError | OSError):
                     log.exception("a change of the deployment could not be begun")
                 client.tell(over=True, error=str(error) or type(error).__name__, code=2)
                 client.close()
-        change = self._under_way
-        if change is None:
+                if self._under_way is not None and self._under_way.client is client:
+                    self._end(self._under_way)
+        course = self._under_way
+        if course is None:
+            self._settle()
             return
         if self._launcher.stopping:
-            change.client.tell(over=True, error="the deployment is being stopped", code=1)
-            self._end(change)
-            return
-        change.look(now)
-        if change.rollout.over:
-            if not change.rollout.failure:
-                self._become(change)
-            self._end(change)
+            course.client.tell(over=True, error="the deployment is being stopped", code=1)
+            self._end(course)
+        elif course.rollout is None:
+            self._hear(course, now)
+        else:
+            course.look(now, course.rollout)
+            if course.rollout.over:
+                if not course.rollout.failure:
+                    self._become(course)
+                self._end(course)
 
-    def _answer(self, client: Client, question: Question) -> None:
+    def _answer(self, client: Client, question: Question, now: float) -> None:
         if self._under_way is not None:
             raise ConfigError("another change is under way: wait for its end")
         if self._launcher.stopping:
             raise ConfigError("the deployment is being stopped")
-        change = self._change(client, question)
-        client.tell(plan=change.difference.lines)
-        if question.get("check"):
-            client.tell(over=True, error="", code=0)
-            client.close()
-            return
-        log.info("the deployment changes: %s", "; ".join(change.difference.lines) or "nothing is to be done")
-        self._under_way = change
-        self._surround(change.wanted.deployment)
-
-    def _change(self, client: Client, question: Question) -> _Change:
-        """Raises ConfigError, OSError."""
-        file, running = str(question["file"]), self._running
-        wanted, directory = self._read(question)
-        digest, files = fingerprint(directory), file_states(directory)
-        new_model = directory != running.directory
-        if not new_model and (digest, files) != (running.digest, running.files):
-            why = "has changed since it was loaded: there would be nothing to return to"
-            raise ConfigError(f"{file}: model: {directory} {why}; allowed is a new folder for a new checkpoint")
-        if new_model and (why := _unlike(running.directory, directory)):
+        file, (wanted, directory) = str(question["file"]), self._read(question)
+        if directory != self._running.directory and (why := _unlike(self._running.directory, directory)):
             raise ConfigError(f"{file}: model: {why}")
-        engines = {name for name, program in self._launcher.programs.items() if program.kind == "engine"}
-        missing = [name for name, process in running.names.items() if process not in engines]
-        left = engines.difference(running.names.values())  # of a change that could not be taken back as a whole
-        found = difference(file, running.deployment, wanted, new_model=new_model, missing=missing)
-        found = replace(found, removed=[*found.removed, *sorted(left)])
-        names = self._names(wanted, found)
-        programs = {program.name: program for program in self._plan(wanted, directory, names)}
-        processes = {**running.names, **{name: name for name in left}}
-        old = {name: self._launcher.programs[processes[name]] for name in (*found.changed, *found.removed)}
-        steps = self._steps(found, old, {name: programs[process] for name, process in names.items()})
-        if found.master:
-            steps.append(Step(start=programs["master"], stop=self._launcher.programs["master"]))
+        change = plan_change(file, self._launcher, self._running, wanted, directory, self._plan)
         limit = float(question.get("limit") or LIMIT)
-        return _Change(
+        concerns_all = directory != self._running.directory or wanted.policy != self._running.deployment.policy
+        course = self._under_way = _Course(
             client=client,
-            wanted=Running(deployment=wanted, directory=directory, digest=digest, files=files, names=names),
-            difference=found,
-            rollout=Rollout(steps, limit),
-            fleet=_Fleet(self._launcher, self._frontends, wanted.server["ssl_certfile"] is not None),
-            frontends=[program for program in programs.values() if program.kind == "frontend"],
+            change=change,
+            limit=limit,
+            checks=bool(question.get("check")),
+            until=now + limit,
+            hosts=sorted(self._joined.hosts) if concerns_all else [],
+            fleet=_Fleet(OwnFleet(self._launcher, self._introduce), self._joined, limit),
         )
-
-    def _names(self, wanted: Deployment, found: Difference) -> dict[str, str]:
-        taken, names = set(self._launcher.programs), {}
-        for instance in (name for group in wanted.groups for name in group.instances):
-            if instance in found.added or instance in found.changed:
-                free = (f"{instance}.{i}" if i else instance for i in count())
-                names[instance] = next(name for name in free if name not in taken)
-                taken.add(names[instance])
-            else:
-                names[instance] = self._running.names[instance]
-        return names
+        for name in course.hosts:
+            self._joined.ask(self._target(name, change.wanted), course.limit)
+        self._hear(course, now)
 
     @staticmethod
-    def _steps(found: Difference, old: Mapping[str, Program], new: Mapping[str, Program]) -> list[Step]:
-        """Those that come go before those that leave.
+    def _target(name: str, running: Running, *, returns: bool = False) -> Target:
+        policy = running.deployment.policy
+        model, digest = running.deployment.model, running.digest
+        return Target(name=name, model=model, digest=digest, policy=policy, returns=returns)
 
-        Args:
-            old, new: programs of instances, as they are and as they shall be.
-        """
-        added, removed = list(found.added), list(found.removed)
-        beyond = max(0, len(added) - len(removed))
-        steps = [Step(start=new[name]) for name in added[:beyond]]
-        steps += [Step(start=new[name], stop=old[name]) for name in found.changed]
-        steps += [Step(start=new[a], stop=old[b]) for a, b in zip(added[beyond:], removed, strict=False)]
-        return steps + [Step(stop=old[name]) for name in removed[len(added) - beyond :]]
+    def _hear(self, course: _Course, now: float) -> None:
+        """Begin, once all hosts have said what they would do."""
+        answers = {name: self._joined.answer(name) for name in course.hosts if not self._joined.has_left(name)}
+        if any(answer is None for answer in answers.values()) and now < course.until:
+            return
+        wrong, lines, steps = [], list(course.change.difference.lines), list(course.change.steps)
+        for name, answer in answers.items():
+            if answer is None or answer.state != "able":
+                wrong.append(f"{name}: {answer.why if answer is not None else f'no answer within {course.limit:g} s'}")
+            elif answer.lines:
+                lines += [f"{name}: {line}" for line in answer.lines]
+                before, after = (
+                    self._target(name, self._running, returns=True),
+                    self._target(name, course.change.wanted),
+                )
+                steps.append(Step(start=after, stop=before, limited=False))
+        if wrong or course.checks:
+            if not wrong:
+                course.client.tell(plan=lines)
+            course.client.tell(over=True, error="\n".join(wrong), code=2 if wrong else 0)
+            self._end(course)
+            return
+        if course.change.difference.master:
+            steps.append(Step(start=course.change.programs["master"], stop=self._launcher.programs["master"]))
+        course.client.tell(plan=lines)
+        log.info("the deployment changes: %s", "; ".join(lines) or "nothing is to be done")
+        course.rollout = Rollout(steps, course.limit)
+        if course.change.wanted.digest != self._running.digest:
+            self._launcher.other = course.change.wanted.digest
+        self._surround(course.change.wanted.deployment)
 
-    def _become(self, change: _Change) -> None:
-        self._running = change.wanted
-        for program in change.frontends:
-            self._launcher.change(program)
-        self._launcher.serve_model(change.wanted.digest)
+    def _become(self, course: _Course) -> None:
+        before, self._running = self._running, course.change.wanted
+        for program in course.change.programs.values():
+            if program.kind == "frontend":
+                self._launcher.change(program)
+        if self._running.digest != before.digest:
+            self._launcher.other = before.digest
+        self._launcher.serve_model(self._running.digest)
+        self._became(self._running)
 
-    def _end(self, change: _Change) -> None:
-        change.end()
+    def _end(self, course: _Course) -> None:
+        course.end()
+        self._joined.forget_questions()
         self._surround(self._running.deployment)
+        self._tidy()
         self._under_way = None
+
+    def _settle(self) -> None:
+        """Hosts that serve another checkpoint come after: they were away, or new, or the launcher was, in a change."""
+        behind = False
+        for name, progress in self._joined.hosts.items():
+            order, answer = self._joined.order(name), self._joined.answer(name)
+            ordered = order is not None and order.acts and order.digest == self._running.digest
+            if progress.model == self._running.digest and (progress.state != "changes" or ordered):
+                continue
+            if not ordered:
+                log.warning("%s is to serve what the others do", name)
+                self._joined.change(self._target(name, self._running), LIMIT)
+            behind |= not ordered or answer is None or answer.state == "changes"
+        if not behind:  # who still serves something else is not part of the deployment
+            self._launcher.other = ""
 
     def close(self) -> None:
         if self._under_way is not None:
             self._under_way.client.tell(over=True, error="the deployment has ended", code=1)
             self._end(self._under_way)
+        self._joined.close()
         self._control.close()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Change:
-    """One that is under way."""
+class _Course:
+    """A change that is under way.
+
+    Attributes:
+        limit: seconds that an instance has.
+        checks: whether only its plan was asked for.
+        until: hosts have time to answer.
+        hosts: that are to change too, where they have anything to change.
+        rollout: None until they have answered.
+    """
 
     client: Client
-    wanted: Running
-    difference: Difference
-    rollout: Rollout
+    change: Change
+    limit: float
+    checks: bool
+    until: float
+    hosts: Sequence[str]
     fleet: _Fleet
-    frontends: Sequence[Program]
+    rollout: Rollout | None = None
     told: tuple[str, int, int] | None = None
 
-    def look(self, now: float) -> None:
-        rollout = self.rollout
+    def look(self, now: float, rollout: Rollout) -> None:
         self.fleet.look()
         failed = rollout.failure
         rollout.look(now, self.fleet)
         if rollout.failure != failed:
             log.warning("the deployment goes back to what it was: %s", rollout.failure)
-        state = rollout.doing, rollout.done, rollout.total
+        state = self.fleet.doing or rollout.doing, rollout.done, rollout.total
         if state != self.told:
             self.told = state
             self.client.tell(doing=state[0], done=state[1], total=state[2], returns=rollout.returns)
@@ -236,74 +248,60 @@ class _Change:
 
 
 class _Fleet:
-    """The launcher's programs, as a `rollout.Fleet`."""
+    """The launcher's programs, and the hosts that joined, as one `rollout.Fleet`."""
 
-    def __init__(self, launcher: Launcher, frontends: Sequence[tuple[str, int]], tls: bool) -> None:
-        self._launcher, self._frontends, self._tls = launcher, frontends, tls
-        self._trials: dict[str, Trial] = {}
-        self._next: dict[str, Program] = {}  # that wait for the end of their predecessors
-        self._members: set[str] = set()  # that the new master is to know
+    def __init__(self, own: OwnFleet, joined: JoinedHosts, limit: float) -> None:
+        self._own, self._joined, self._limit = own, joined, limit
+        self._hosts: set[str] = set()
+        self._at = ""  # the host whose turn it is
+
+    @property
+    def doing(self) -> str:
+        """What that host does, for people."""
+        answer = self._joined.answer(self._at) if self._at else None
+        return f"{self._at}: {answer.doing}" if answer is not None and answer.doing else ""
 
     def look(self) -> None:
-        for name, program in list(self._next.items()):
-            if not self._launcher.runs(name):
-                del self._next[name]
-                self._try_out(program)
+        self._own.look()
 
-    def start(self, program: Program) -> None:
-        program = replace(program, starts=False)
-        name = program.name
-        if name in self._launcher.programs:
-            self._members = set(self._launcher.ready)
-            self._launcher.ready = ()
-            self._launcher.retire(name)
-            self._next[name] = program
+    def start(self, program: Named) -> None:
+        if isinstance(program, Target):
+            self._hosts.add(program.name)
+            self._at = program.name
+            self._joined.change(program, self._limit)
         else:
-            self._try_out(program)
-
-    def _try_out(self, program: Program) -> None:
-        self._launcher.try_out(program)
-        if program.address is not None:
-            from penstock.service.trial import Trial
-
-            self._trials[program.name] = Trial(program.name, program.address, self._frontends, self._tls)
+            self._own.start(program)
 
     def verdict(self, name: str) -> str | None:
-        if name in self._next:
+        if name not in self._hosts:
+            return self._own.verdict(name)
+        if self._joined.has_left(name):
+            return "it has left, or cannot be reached"
+        answer = self._joined.answer(name)
+        if answer is None or answer.state == "changes":
             return None
-        if ended := self._launcher.end_of(name):
-            return ended
-        if name in self._trials:
-            return self._trials[name].verdict
-        return "" if self._launcher.is_up(name) else None
+        return "" if answer.state == "changed" else answer.why or answer.state
 
     def admit(self, name: str) -> None:
-        self._launcher.accept(name)
-        if name in self._trials:
-            self._trials[name].introduce()
+        if name in self._hosts:
+            self._at = ""
+        else:
+            self._own.admit(name)
 
     def serves(self, name: str) -> bool:
-        ready = set(self._launcher.ready)
-        if name not in self._trials:
-            return ready >= self._members
-        return name in ready and self._trials[name].known
+        return name in self._hosts or self._own.serves(name)
 
     def drain(self, name: str) -> None:
-        self._launcher.leave(name)
+        self._own.drain(name)
 
     def end(self, name: str) -> None:
-        self._launcher.retire(name)
+        self._own.end(name)
 
     def has_gone(self, name: str) -> bool:
-        if name in self._launcher.programs and not self._launcher.runs(name):
-            self._launcher.forget(name)
-            if trial := self._trials.pop(name, None):
-                trial.close()
-        return name not in self._launcher.programs
+        return self._own.has_gone(name)
 
     def close(self) -> None:
-        for trial in self._trials.values():
-            trial.close()
+        self._own.close()
 
 
 def _unlike(running: Path, wanted: Path) -> str:

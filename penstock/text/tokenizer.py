@@ -37,6 +37,7 @@ class Tokenizer:
         eos_id: the end-of-sequence token that tokenizer_config.json names, or None.
         vocabulary: what single tokens spell.
         bounds: how many tokens texts have at least.
+        info: tokenizer_config.json, with the chat template that is used.
 
     Raises:
         ConfigError: a file is missing or broken, and which.
@@ -60,6 +61,9 @@ class Tokenizer:
             sources = files.read_templates(directory, config)
         else:
             sources = files.read_given_template(chat_template)
+        self.info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        if "default" in sources:
+            self.info["chat_template"] = sources["default"][0]
         self._templates = {name: ChatTemplate(text, origin, named) for name, (text, origin) in sources.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None) -> list[int]:
@@ -105,6 +109,10 @@ class Tokenizer:
         """What a token adds in the middle of a text; see `Vocabulary.token_bytes`."""
         return self.vocabulary.token_bytes(token)
 
+    def token_piece(self, token: int) -> str:
+        """As the vocabulary spells it, which may be no text; "" for an id that it does not have."""
+        return self.vocabulary.piece(token) or ""
+
     def token_text(self, token: int) -> str:
         """`token_bytes` as text, with U+FFFD for what is not a whole character."""
         return self.vocabulary.token_bytes(token).decode("utf-8", "replace")
@@ -140,15 +148,17 @@ class Tokenizer:
         self,
         messages: list[Message],
         *,
+        add_special_tokens: bool = False,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         max_model_len: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation: those of `render_chat`'s text, with no special tokens put around it.
+        """Token ids of a conversation: those of `render_chat`'s text.
 
         Args:
+            add_special_tokens: put those around it that a text gets; templates have their own.
             max_model_len: see `encode`.
         """
         text = self.render_chat(
@@ -158,7 +168,7 @@ class Tokenizer:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-        return self._encode(text, False, "messages", max_model_len)
+        return self._encode(text, add_special_tokens, "messages", max_model_len)
 
     def _encode(self, text: str, add_special_tokens: bool, field: str, max_model_len: int | None = None) -> list[int]:
         try:

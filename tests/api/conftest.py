@@ -35,10 +35,15 @@ EOS = 256
 class ByteTokenizer:
     """A token is a byte of UTF-8; one more ends the text."""
 
+    info = {"tokenizer_class": "ByteTokenizer", "chat_template": "{{ messages }}"}  # noqa: RUF012
+
     special_ids = frozenset({EOS})
 
     def token_bytes(self, token: int) -> bytes:
         return b"<eos>" if token == EOS else bytes([token])
+
+    def token_piece(self, token: int) -> str:
+        return f"<{token:#04x}>"
 
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
@@ -81,6 +86,7 @@ class ScriptedGeneration:
     def __init__(self, first: int, prompt: list[int], params: SamplingParams, level: ServiceLevel) -> None:
         self.first, self.prompt, self.params, self.level = first, prompt, params, level
         self.usage = Usage(prompt_tokens=len(prompt), cached_tokens=min(2, len(prompt)))
+        self.timings = {"ttft": 0.25, "queue": 0.125, "decode": 0.5}
         self.cancelled = asyncio.Event()
         self._scored: set[int] = set()  # outputs that have said what they know of the prompt
 
@@ -134,6 +140,7 @@ class ScriptedFrontend:
     created = 1_700_000_000
     unhealthy_reason = ""
     asleep = False
+    requests = 3
     modelled: dict[str, int] | None = None
     modelled_some = False
     dialect = PLAIN
@@ -185,6 +192,7 @@ class ScriptedFrontend:
         messages: list[dict[str, Any]],
         *,
         size: int,
+        add_special_tokens: bool = False,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -198,7 +206,7 @@ class ScriptedFrontend:
         if template_kwargs:
             text += repr(template_kwargs)
         text = text.rstrip("\n") if continue_final_message else text
-        return await self.encode(text + ("assistant:" if add_generation_prompt else ""), False)
+        return await self.encode(text + ("assistant:" if add_generation_prompt else ""), add_special_tokens)
 
     async def check_grammar(self, params: SamplingParams) -> None:
         assert params.structured_outputs is not None

@@ -57,7 +57,7 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
         "count": 3,
         "max_model_len": 128,
         "tokens": [104, 195, 169],
-        "token_strs": ["h", "�", "�"],
+        "token_strs": ["<0x68>", "<0xc3>", "<0xa9>"],  # the vocabulary's own spelling, as vLLM has it
     }
     assert (await client.post("/detokenize", json={"tokens": body["tokens"]})).json() == {"prompt": "hé"}
     assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}

@@ -27,7 +27,21 @@ async def test_whole_answer(client: httpx.AsyncClient, frontend: Any) -> None:
         "id": "cmpl-abc",
         "object": "text_completion",
         "model": "org/tiny",
-        "choices": [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "Hello",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "prompt_logprobs": None,
+                "token_ids": None,
+                "prompt_token_ids": None,
+            }
+        ],
+        "service_tier": None,
+        "system_fingerprint": "f00d",
+        "kv_transfer_params": None,
         "usage": {
             "prompt_tokens": 4,
             "completion_tokens": 6,
@@ -42,7 +56,7 @@ async def test_stream(client: httpx.AsyncClient) -> None:
     body = {"prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = chunks_of(await client.post(URL, json=body))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello"
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["stop"]
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 10
 
@@ -181,7 +195,7 @@ async def test_prompt_logprobs_have_vllms_shape(client: httpx.AsyncClient) -> No
             },
         ]
     plain = (await client.post(URL, json={"prompt": [97, 98]})).json()["choices"][0]
-    assert "prompt_logprobs" not in plain
+    assert plain["prompt_logprobs"] is None
 
 
 async def test_all_of_the_vocabulary_for_as_much_of_a_prompt_as_is_sane(
@@ -264,4 +278,5 @@ async def test_usage_in_every_event(client: httpx.AsyncClient, continuous: bool 
     *chunks, last = chunks_of(await client.post(URL, json=body))
     assert last["usage"]["completion_tokens"] == 6
     counts = [chunk["usage"] and chunk["usage"]["total_tokens"] for chunk in chunks]
-    assert counts == ([8] * len(chunks) if continuous else [None] * len(chunks))
+    assert counts == ([2, 8] if continuous else [None, None])  # the first one has the prompt's tokens
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[], [*b"Hello", 256]]

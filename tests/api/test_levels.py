@@ -27,6 +27,8 @@ def test_the_body_goes_before_headers_target_by_target():
 def test_a_tier_is_a_class_and_a_cache_key_an_affinity():
     assert level(service_tier="flex", priority=2) == ServiceLevel(offline=True, priority=2)
     assert level(service_tier="default", prompt_cache_key="chat-7") == ServiceLevel(chat="chat-7")
+    assert level(service_tier="priority") == ServiceLevel(priority=-1)
+    assert level(service_tier="priority", priority=3) == ServiceLevel(priority=3)
 
 
 @pytest.mark.parametrize(
@@ -47,5 +49,5 @@ def test_mistakes_are_named(headers, fields, says):
 
 
 def test_a_tier_that_is_not_served_is_refused():
-    with pytest.raises(UnsupportedField, match=r"service_tier: .priority. is not supported, allowed are auto, de"):
-        level(service_tier="priority")
+    with pytest.raises(UnsupportedField, match=r"service_tier: .fast. is not supported, allowed are auto, de"):
+        level(service_tier="fast")

@@ -189,6 +189,10 @@ async def test_reasoning_that_is_not_wanted(client: httpx.AsyncClient, frontend:
     response = await client.post(URL, json={"messages": HI, "include_reasoning": False, "stream": stream})
     found = folded(events(response)) if stream else unfolded(response.json()["choices"][0])
     assert found == {"calls": [], "content": "Yes.", "finish_reason": "stop"}
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    counted = await client.post(URL, json={"messages": HI, "include_reasoning": False, "stream": stream} | usage)
+    used = (events(counted)[-2] if stream else counted.json())["usage"]
+    assert used["completion_tokens_details"] == {"reasoning_tokens": len("Hm.")}  # one for each byte
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -253,7 +257,7 @@ def test_messages_do_not_depend_on_how_their_text_comes(data: st.DataObject) -> 
 
     pieces = cut(said + text, data.draw(st.lists(st.integers(0, len(said + text)))))
     one = reader()
-    deltas = [*map(one.push, pieces), one.finish()]
+    deltas = [*map(one.push, pieces[:-1]), one.push(pieces[-1], last=True)]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     whole = reader().whole(said + text)
     assert folded(chunks) == unfolded({"message": whole, "finish_reason": None})

@@ -123,7 +123,7 @@ def test_a_bad_file_is_named(tmp_path, content, says):
 def test_the_flags_of_serve():
     assert {option.name for option in serve.OPTIONS} == {
         *("api-key", "async-scheduling", "chat-template", "device", "drain-timeout", "dtype", "enable-prefix-caching"),
-        *("disk-cache", "disk-cache-size", "enable-sleep-mode", "remote-cache", "tail-key-interval"),
+        *("isa", "disk-cache", "disk-cache-size", "enable-sleep-mode", "remote-cache", "tail-key-interval"),
         *("enable-auto-tool-choice", "reasoning-parser", "tool-call-parser"),
         *("batch-dir", "max-file-size"),
         *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
@@ -142,6 +142,7 @@ def test_the_flags_of_serve():
             "otlp-traces-endpoint",
             "pooling",
             "port",
+            "quantization",
             "record-requests",
             "record-requests-size",
             "scheduling-policy",

@@ -20,10 +20,18 @@ from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.kv import LARGEST, LayerKV, quantised
 from penstock.nn.methods import PACKED
+from penstock.nn.native.isa import sets_here
 from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
 from penstock.nn.ops.sample import GOLDEN, MASK, mix
 from penstock.nn.packed import PackedWeight
+from penstock.nn.packed_quantised import PackedQuantisedWeight
+from penstock.nn.quantised import SCALES, Codes, QuantisedWeight
+from tests.helpers.quantised import random_pieces
 
+HERE = [one.name for one in sets_here()]
+BEST = HERE[-1] if HERE else None
+# instruction sets whose kernels are tested; those between the least and the best are made of what these are made of
+SETS = [(isa, [] if isa in (HERE[0], BEST) else [pytest.mark.slow]) for isa in HERE] or [(None, [])]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ON_PACKED = ("packed", "choose")  # names of ops on packed weights
 TOGETHER = ("all_reduce",)  # computed by several ranks: see test_ranks.py
@@ -40,9 +48,18 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 STORED = [None, *LARGEST]  # what a cache has where it is not the rows' dtype
 IN_WHOLE = 1.5e-2  # tolerance of products of values in 8 bits with what is rounded to 16
 EXACT = [(name, backend, device) for name, backend, device in BACKENDS if backend == "native"]  # to the bit, they say
+BY_SET = [pytest.param(isa, *case, marks=marks) for case in EXACT for isa, marks in SETS]
 
 BLOCKS = 150
 HEADS = [(1, 1, 8), (2, 3, 16), (4, 2, 24), (2, 8, 80), (1, 2, 128)]  # of K and V, queries for each, and their size
+
+
+@pytest.fixture(scope="module", autouse=True)
+def isa(request):
+    """The instruction set whose kernels compute; by default the best one."""
+    native.use(getattr(request, "param", None))
+    yield
+    native.use(None)
 
 
 def batch_of(lengths: list[tuple[int, int]], device: str, consecutive: bool) -> Batch:
@@ -163,6 +180,22 @@ def choice(name: str, data, rows: int, dtype: torch.dtype):
     return rows_of(data, rows, width).to(dtype), weight, BoundedLogits.of(weight), wanted, last
 
 
+def quantised_weight(kind_of_weight, data, outs: int, ins: int, device: str, dtype: torch.dtype):
+    """Of any codes, with values as those of `rand`."""
+    bits, kind = data.draw(
+        st.sampled_from([(2, "integer"), (3, "integer"), (4, "integer"), (8, "integer"), (8, "e4m3")])
+    )
+    group = data.draw(st.sampled_from([0, 32, 64, 128]))
+    zeros = kind == "integer" and data.draw(st.booleans())
+    whole = not group or ins % group == 0
+    scales = data.draw(st.sampled_from(SCALES))
+    codes = Codes(bits, kind, group, zeros, whole and data.draw(st.booleans()), scales)
+    weight = kind_of_weight(outs, ins, codes, dtype, torch.device(device))
+    weight.prepare()
+    weight.put(0, random_pieces(outs, ins, codes))
+    return weight
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -183,6 +216,16 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     if name == "packed_rows":
         weight = PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1))))
         return (weight, torch.randint(0, 150, (rows,))), []
+    if "quantised" in name:
+        outs, ins = data.draw(st.sampled_from([1, 16, 63, 150])), width + data.draw(st.sampled_from([0, 1, 200]))
+        of = PackedQuantisedWeight if name.startswith("packed") else QuantisedWeight
+        weight, bias = (
+            quantised_weight(of, data, outs, ins, device, dtype),
+            data.draw(st.sampled_from([None, rand(outs)])),
+        )
+        if name.endswith("rows"):
+            return (weight, torch.randint(0, outs, (rows,)).to(device)), []
+        return (rand(rows, ins), weight, bias, torch.float32 if data.draw(st.booleans()) else dtype), []
     if name == "rms_norm":
         return (rand(rows, width), weight_of(width), 1e-6), []
     if name == "add_rms_norm":
@@ -234,7 +277,11 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     raise AssertionError(f"say here how to call {name}")
 
 
-@pytest.mark.parametrize(("name", "backend", "device"), BACKENDS)
+@pytest.mark.parametrize(
+    ("isa", "name", "backend", "device"),
+    [*BY_SET, *((None, *case) for case in BACKENDS if case not in EXACT)],
+    indirect=["isa"],
+)
 @settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
 def test_backend_agrees_with_the_reference(name, backend, device, data, dtype):
@@ -284,6 +331,7 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("order", ["block", "token"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("isa", [pytest.param(isa, marks=marks) for isa, marks in SETS], indirect=True)
 @settings(max_examples=6)
 @given(data=st.data(), stored=st.sampled_from([None, torch.int8]))
 def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, window, device, data, stored):
@@ -318,7 +366,7 @@ def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, win
         assert torch.equal(ops.attention(q[-1:], cache, batch, scale, window)[0], whole[-1])
 
 
-@pytest.mark.parametrize(("name", "backend", "device"), EXACT)
+@pytest.mark.parametrize(("isa", "name", "backend", "device"), BY_SET, indirect=["isa"])
 @settings(max_examples=6)
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)))
 def test_threads_change_no_bit(name, backend, device, data, dtype):

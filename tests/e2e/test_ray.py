@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,52 @@ def test_an_engine_that_starts_again_has_its_weights_from_another(cluster):
         os.kill(places(up)["engine-1"][0], signal.SIGKILL)
         came = 'engine="engine-1",model_name="demo",source="map"'  # these nodes are one machine
         eventually(lambda: came in up.get("/metrics"), 90, up.log)
+
+
+def apply(up, file, wanted, *more):
+    file.write_text(yaml.safe_dump(wanted))
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "up",
+        "--apply",
+        str(file),
+        "--port",
+        up.url.rpartition(":")[2],
+        *more,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_changes_while_requests_run_or_goes_back(cluster, tmp_path):
+    file = tmp_path / "wanted.yaml"
+    with deployed(content(cluster, engine=PACED, instances=[{}], policy="round_robin")) as up:
+        wanted = content(cluster, engine=PACED | {"max-num-seqs": 16}, instances=[{"count": 2}], policy="round_robin")
+        with ThreadPoolExecutor(2) as pool:
+            over, expected = threading.Event(), ask(up)
+
+            def ask_again_and_again():
+                texts = [ask(up)]
+                while not over.is_set():
+                    texts.append(ask(up))
+                return texts
+
+            asked = [pool.submit(ask_again_and_again) for _ in range(2)]
+            try:
+                done = apply(up, file, wanted)
+                assert done.returncode == 0, done.stderr + up.log()
+                assert "engine-0 is replaced: max-num-seqs" in done.stdout
+                assert ready(up) == {"engine-0.1", "engine-1"}
+                without_room = wanted | {"instances": [{"count": 2, "cpus": 64}]}
+                done = apply(up, file, without_room, "--start-timeout", "3")
+                assert done.returncode == 1, done.stdout + done.stderr + up.log()
+                assert ready(up) == {"engine-0.1", "engine-1"}
+            finally:
+                over.set()
+            assert {text for texts in asked for text in texts.result()} == {expected}
+        assert up.stop() == 0
+    assert cluster.left() == {"actors": [], "groups": []}
 
 
 def test_nobody_outlives_a_killed_launcher(cluster):

@@ -63,6 +63,24 @@ def test_logprobs_come_with_every_token(model):
     assert collector.logprobs["b"] == []
 
 
+def test_logprobs_of_named_tokens_are_those_of_the_vocabulary(model):
+    collector = Collector(make_engine(model))
+    named = (7, 2, 9)
+    collector.run(
+        make_request("all", [1, 2], logprobs=-1, max_tokens=5),
+        make_request("named", [1, 2], logprobs=0, logprob_token_ids=named, max_tokens=5),
+    )
+    assert collector.tokens["named"] == collector.tokens["all"]
+    for token, some, every in zip(
+        collector.tokens["named"], collector.logprobs["named"], collector.logprobs["all"], strict=True
+    ):
+        assert (some.chosen, some.rank) == (every.chosen, every.rank)
+        wanted = {other: logprob for other, logprob in every.top if other in {token, *named}}
+        assert dict(some.top) == pytest.approx(wanted, abs=1e-6)
+        assert len(some.top) == len({token, *named})
+        assert [logprob for _, logprob in some.top] == sorted((value for _, value in some.top), reverse=True)
+
+
 def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(model):
     engine = make_engine(model, blocks=16, prefix_cache=False)
     engine.executor.worker.cache.blocks.fill_(255)  # as every dtype has them, NaNs

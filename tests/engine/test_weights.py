@@ -24,7 +24,7 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.weights import Neighbours, Source, WeightManager, passed
 from penstock.nn import native
 from penstock.nn.image import parts
-from penstock.nn.loader import image_key, load
+from penstock.nn.loader import held, image_key, load
 from penstock.nn.methods import METHODS
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.weight_cache import WeightCache
@@ -510,7 +510,7 @@ def test_memory_that_was_given_can_be_neither_written_nor_cut(checkpoint, runnin
     import mmap
 
     loaded, here, _ = running("first", checkpoint)
-    weights, fd = ask_to_map(here.address, image_key(checkpoint, torch.bfloat16, loaded.model.head.method))
+    weights, fd = ask_to_map(here.address, image_key(checkpoint, torch.bfloat16, held(loaded.model)))
     try:
         with pytest.raises(PermissionError):
             mmap.mmap(fd, weights.bytes)

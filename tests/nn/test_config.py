@@ -142,7 +142,12 @@ def test_what_other_architectures_cannot_is_named(tmp_path, name, changes, says)
         ({"rope_parameters": {"rope_type": "ntk"}}, "rope_type is 'ntk', supported are default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),
+        (
+            {"quantization_config": {"quant_method": "exl2"}},
+            "quantization_config.quant_method is 'exl2', supported are",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits is missing, allowed is 2, 3, 4"),
+        ({"quantization_config": 4}, "quantization_config: must be an object"),
     ],
 )
 def test_what_cannot_be_served_is_named(tmp_path, changes, says):

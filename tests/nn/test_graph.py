@@ -213,3 +213,25 @@ def test_a_step_that_is_stopped_leaves_nothing_that_is_no_number(checkpoint, mod
         assert torch.equal(stored(cache), stored(clean))
     native.set_threads(1)
     assert stopped
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("int8", torch.bfloat16), ("int4", torch.float32), ("hqq3", torch.bfloat16), ("fp8", torch.bfloat16)],
+)
+def test_quantised_models_are_chained_too(quantization, dtype, tmp_path):
+    pytest.importorskip("transformers")
+    model = load_model(write_checkpoint(tmp_path, "llama-tied"), CPU, dtype, quantization=quantization)
+    assert obstacle(model, "full") is None
+    expected = run(Forward(model, "eager"), "block", False)
+    assert expected[0].isfinite().all()
+    for mode, threads in (("full", 1), ("partial", 2)):
+        native.set_threads(threads)
+        for a, b in zip(run(Forward(model, mode), "block", False), expected, strict=True):
+            assert torch.equal(a, b)
+    native.set_threads(1)
+    alone = run(Forward(model, "full"), "block", True, together=False)
+    assert torch.equal(alone[0], expected[0])
+    with OPS["packed_quantised_linear"].using("reference"):
+        assert obstacle(model, "full") == "packed_quantised_linear computed by other backends"

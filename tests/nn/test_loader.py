@@ -191,7 +191,7 @@ def test_any_header_is_read_or_refused(folder: Path, name: str, entry: dict[str,
         ("model.norm.weight", torch.ones(17), "is [17], config.json makes it [16]"),
         ("model.layers.0.mlp.up_proj.weight", torch.ones(16, 24), "is [16, 24], config.json makes it [24, 16]"),
         ("model.layers.7.mlp.up_proj.weight", torch.ones(24, 16), "is not part of Llama"),
-        ("lm_head.weight", torch.ones(31, 16), "is [31, 16], not [32, 16]"),
+        ("lm_head.weight", torch.ones(31, 16), "is [31, 16], config.json makes it [32, 16]"),
     ],
 )
 def test_weights_of_another_shape_or_name(folder: Path, name: str, change: torch.Tensor, says: str) -> None:

@@ -18,7 +18,8 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
 from penstock.engine import build, worker
 from penstock.nn import native, weight_cache
-from penstock.nn.loader import cache_key, load_model
+from penstock.nn.linear import WHOLE
+from penstock.nn.loader import cache_key, held, load_model
 from penstock.nn.methods import PACKED
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.weight_cache import WeightCache
@@ -150,7 +151,7 @@ def test_another_checkpoints_file_is_not_believed(checkpoint, tmp_path, folder, 
     load(checkpoint, folder)
     other = write_checkpoint(tmp_path / "other", "qwen3", seed=1)
     expected = load_model(other, CPU)
-    shutil.copy(only(folder), folder / f"{cache_key(other, torch.float32)}.weights")
+    shutil.copy(only(folder), folder / f"{key_of(other, torch.float32)}.weights")
     with caplog.at_level(logging.INFO):
         found, mapped = load(other, folder)
     assert "it belongs to another checkpoint" in caplog.text
@@ -162,13 +163,13 @@ def test_another_checkpoints_file_is_not_believed(checkpoint, tmp_path, folder, 
 def test_a_checkpoint_that_was_changed_in_its_middle_is_another(checkpoint, tmp_path) -> None:
     """Also where everything that can be set says that it is the same."""
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    file, before = copy / "model.safetensors", cache_key(copy, torch.float32)
+    file, before = copy / "model.safetensors", key_of(copy, torch.float32)
     stat = file.stat()
     flip(-1)(file)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert file.stat().st_mtime_ns == stat.st_mtime_ns
-    assert cache_key(copy, torch.float32) != before
-    assert cache_key(checkpoint, torch.float32) != cache_key(checkpoint, torch.bfloat16)
+    assert key_of(copy, torch.float32) != before
+    assert key_of(checkpoint, torch.float32) != key_of(checkpoint, torch.bfloat16)
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_refused_and_not_kept(
@@ -207,7 +208,7 @@ def test_of_two_engines_at_once_one_writes(checkpoint, folder) -> None:
 
 def test_what_somebody_else_is_writing_is_left_to_them(checkpoint, folder) -> None:
     folder.mkdir()
-    part = folder / f"{cache_key(checkpoint, torch.float32)}.part"
+    part = folder / f"{key_of(checkpoint, torch.float32)}.part"
     with part.open("ab") as writer:
         assert weight_cache._owns(writer, part)
         writer.write(b"half of it")
@@ -281,11 +282,15 @@ def test_the_least_recently_used_go(tmp_path: Path, folder: Path) -> None:
         os.utime(file, (1, 1))
     assert load(checkpoints[0], folder, files=2)[1]  # and is used now
     load(checkpoints[2], folder, files=2)
-    assert [bool(WeightCache(folder).read(cache_key(c, torch.float32), on_meta(c))) for c in checkpoints] == [1, 0, 1]
+    assert [bool(WeightCache(folder).read(key_of(c, torch.float32), on_meta(c))) for c in checkpoints] == [1, 0, 1]
     size = 1.5 * next(folder.iterdir()).stat().st_size
     load(checkpoints[1], folder, share=size / shutil.disk_usage(folder).total)  # as many bytes as one
     assert load(checkpoints[1], folder)[1]
     only(folder)
+
+
+def key_of(checkpoint: Path, dtype: torch.dtype) -> str:
+    return cache_key(checkpoint, dtype, WHOLE, held(load_model(checkpoint, CPU, dtype)))
 
 
 def on_meta(checkpoint: Path) -> Decoder:

@@ -12,6 +12,7 @@ import torch
 
 from penstock.kv.groups import WHOLE
 from penstock.nn import loader, native
+from penstock.nn.formats import AT_LOAD
 from penstock.nn.loader import load_model
 from penstock.nn.methods import PLAIN
 from penstock.nn.ops import OPS, sdpa
@@ -31,11 +32,13 @@ DEFAULT = ("contiguous", "block", "short", "ahead", "auto", "auto")
 
 @pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
-    """In float32, or as its name says after a colon: in bfloat16, which needs our kernels, or on torch's own ops."""
+    """In float32, or as its name says after a colon: in bfloat16, which needs our kernels, perhaps quantised, or on
+    torch's own ops."""
     pytest.importorskip("transformers")
     name, _, kind = request.param.partition(":")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "bfloat16" and ((reason := native.missing()) is not None or device.type != "cpu"):
+    narrow = kind == "bfloat16" or kind in AT_LOAD
+    if narrow and ((reason := native.missing()) is not None or device.type != "cpu"):
         pytest.skip(f"rounds differently for few rows and for many: {reason or device}")
     folder, dtype = write_checkpoint(tmp_path_factory.mktemp("model"), name), torch.float32
     with ExitStack() as stack:
@@ -43,7 +46,8 @@ def model(request, tmp_path_factory):
             stack.enter_context(mock.patch.object(loader, "method_for", return_value=PLAIN))
             for op in OPS.values():
                 stack.enter_context(op.using(next(b.name for b in op.backends if b.name != "native")))
-        model = load_model(folder, device, torch.bfloat16 if kind == "bfloat16" else dtype)
+        asked = kind if kind in AT_LOAD else None
+        model = load_model(folder, device, torch.bfloat16 if narrow else dtype, quantization=asked)
         model.bound_logits(0)  # few rows, where it can choose for all, have their tokens without logits
         yield model
 
@@ -85,6 +89,9 @@ def cases():
         for name, *how_it_runs in product(models, *how):
             if tuple(how_it_runs) != DEFAULT or name.endswith(":torch"):
                 yield name, tuple(how_it_runs), "seeded", (name, *how_it_runs) in few
+
+    for name in AT_LOAD:
+        yield f"qwen3:{name}", DEFAULT, "greedy", name in ("int8", "hqq3")
 
 
 def parameter(name, how, variant, quick):

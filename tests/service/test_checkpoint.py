@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.core.errors import ConfigError
-from penstock.service.checkpoint import DEMO, find_checkpoint, read_defaults
+from penstock.service.checkpoint import DEMO, find_checkpoint, fingerprint, read_defaults
 
 
 def write(directory, generation=None, config=None):
@@ -51,3 +53,14 @@ def test_names(tmp_path):
         find_checkpoint("/no/such/place/at/all")
     with pytest.raises(ConfigError, match=r"the hub did not give it|huggingface-hub"):
         find_checkpoint("nobody/nothing")
+
+
+def test_two_checkpoints_that_differ_in_one_small_tensor_are_two(tmp_path):
+    digests = set()
+    for name, norm in (("one", 1.0), ("other", -1.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        tensors = {"a": np.zeros(1 << 18, np.float32), "norm": np.full(8, norm, np.float32), "z": np.zeros(1 << 18)}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        digests.add(fingerprint(tmp_path / name))
+    assert len(digests) == 2

@@ -2,12 +2,14 @@
 
 import socket
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.wire.engine import LEASE
 from penstock.core.wire.master import Endpoint, HostRefused, HostReport, HostTaken, Members, StartInstance, StopInstance
 from penstock.service import etcd
+from penstock.service.etcd import EtcdRegistry
 from penstock.service.instances import InstanceJoined, InstanceLeft
 from penstock.service.launchers import AGAIN, GIVERS, Launchers
 from penstock.service.master_pump import Roll
@@ -109,6 +111,7 @@ def test_the_launcher_of_the_masters_host_only_stands_still_when_it_is_silent():
     hosts.report(0.0, "one", A)
     hosts.report(0.0, "two", B)
     hosts.launchers.tick(2 * LEASE)
+    hosts.registry.look(lambda name: False)
     assert hosts.registry.instances == {"a": A}
 
 
@@ -122,9 +125,29 @@ def test_a_launcher_that_falls_silent_takes_its_instances_along():
     assert hosts.registry.instances == {"a": A, "b": B}, "it says that it has stopped one"
     hosts.report(LEASE + 1, "two", B, troubles={"b": "burnt"})
     hosts.launchers.tick(2 * LEASE)
+    hosts.registry.look(lambda name: False)
     assert hosts.registry.instances == {"b": B}
     assert hosts.launchers.troubles == {"b": "burnt"}
     assert seen[-1] == InstanceLeft("a", f"nothing was heard of one for {LEASE:g} s")
+
+
+def test_what_serves_stays_while_its_launcher_stands_still():
+    hosts = Hosts()
+    hosts.report(0.0, "one", A, B, C)
+    hosts.launchers.tick(2 * LEASE)
+    hosts.registry.look({"a": True, "b": True, "c": False}.get)
+    assert hosts.registry.instances == {"a": A, "b": B}
+    hosts.report(2 * LEASE, "one", A)  # it goes on; and b is another launcher's by now
+    hosts.report(2 * LEASE, "two", B)
+    hosts.registry.look(lambda name: False)
+    assert hosts.registry.instances == {"a": A, "b": B}
+    registry = EtcdRegistry()
+    registry.read({"a": msgspec.json.encode(A), "b": msgspec.json.encode(B)})
+    registry.read({})
+    registry.look(lambda name: name == "a")
+    assert registry.instances == {"a": A}
+    registry.look(lambda name: False)
+    assert not registry.instances
 
 
 @pytest.mark.parametrize(

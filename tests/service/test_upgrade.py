@@ -1,5 +1,6 @@
 """A deployment becomes another one: what has to happen, and in which order it does, back included."""
 
+import json
 import os
 import shutil
 import threading
@@ -9,13 +10,14 @@ import pytest
 
 from penstock.cli.deployment import TABLES
 from penstock.core.errors import ConfigError
+from penstock.service.change import Running
 from penstock.service.checkpoint import DEMO, file_states, fingerprint
 from penstock.service.control import ControlSocket, ask
 from penstock.service.deployment_file import parse
 from penstock.service.difference import difference
 from penstock.service.rollout import Rollout, Step
 from penstock.service.supervisor import Program
-from penstock.service.upgrade import Running, Upgrades
+from penstock.service.upgrade import Upgrades
 
 LIMIT = 10.0
 
@@ -60,6 +62,15 @@ def test_a_new_checkpoint_replaces_all():
         "engine-0 is replaced: model",
         "engine-1 is removed",
     ]
+
+
+def test_what_ray_sets_apart_is_a_setting_and_a_new_checkpoint_is_refused():
+    before, after = "launcher: ray\ninstances: [{}]", "launcher: ray\ninstances: [{cpus: 2, resources: {fast: 1}}]"
+    assert differ(before, after).lines == ["engine-0 is replaced: cpus, resources"]
+    with pytest.raises(
+        ConfigError, match=r"^new.yaml: model: another checkpoint, allowed with launcher ray is the same"
+    ):
+        differ(before, before, new_model=True)
 
 
 def test_what_cannot_change_is_refused_by_name():
@@ -189,7 +200,8 @@ def asked(tmp_path):
         files=file_states(model),
         names={"engine-0": "engine-0.1", "engine-1": "engine-1"},
     )
-    launcher = SimpleNamespace(stopping=False, programs={name: program(name) for name in ("engine-0", "engine-1")})
+    programs = {name: program(name) for name in ("engine-0", "engine-1")}
+    launcher = SimpleNamespace(stopping=False, programs=programs, said=None, hears=False)
 
     def read(question):
         return deployment(question["text"]), tmp_path / question.get("model", "model")
@@ -229,7 +241,9 @@ def test_no_question_harms_what_runs(asked, tmp_path):
     weights = tmp_path / "model" / "model.safetensors"
     stat = weights.stat()
     with weights.open("r+b") as file:  # between what a fingerprint reads
-        file.seek(stat.st_size - 8)
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        ends = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+        file.seek(file.tell() + max(ends, key=lambda span: span[1] - span[0])[1] - 8)
         file.write(bytes(8))
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert fingerprint(tmp_path / "model") == fingerprint(DEMO)

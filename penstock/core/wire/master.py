@@ -213,6 +213,53 @@ class EngineEnded(msgspec.Struct, tag=True, frozen=True):
     broken_by: list[str] = []
 
 
+class HostOrder(msgspec.Struct, frozen=True):
+    """What the launcher of a host that joined is to make of its instances. It is said again and again.
+
+    Attributes:
+        number: grows from one to the next, over all incarnations of who says it.
+        acts: else it is only to find out whether it could.
+        model: a folder, or a name of a hub.
+        digest: of that checkpoint.
+        policy: of the deployment; "" as before.
+        undoes: number of the order before which all was as it is to be again; 0 when it was not told to change.
+        limit: seconds that an instance has from its start until it takes requests.
+        known: new instances of the host that all frontends know.
+    """
+
+    number: int
+    acts: bool
+    model: str
+    digest: str
+    policy: str = ""
+    undoes: int = 0
+    limit: float = 600.0
+    known: list[str] = []
+
+
+class HostProgress(msgspec.Struct, frozen=True):
+    """How far the launcher of a host that joined is with an order.
+
+    Attributes:
+        number: of the newest order; 0 before the first.
+        state: "able" or "unable" to do it, after it was asked; it "changes"; it has "changed"; it has "returned" to
+            what it was.
+        model: digest of what it serves; while it changes, of what it served.
+        why: it is not able, or has returned.
+        lines: what it would do, for people.
+        doing: what it waits for, for people.
+        introduces: a new instance that the frontends are to know.
+    """
+
+    number: int = 0
+    state: Literal["able", "unable", "changes", "changed", "returned"] = "changed"
+    model: str = ""
+    why: str = ""
+    lines: list[str] = []
+    doing: str = ""
+    introduces: str = ""
+
+
 class HostReport(msgspec.Struct, tag=True, frozen=True):
     """A launcher registers its instances: when something of them changes, and every second.
 
@@ -223,11 +270,15 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
         incarnation: of the launcher.
         instances: all that it runs or could start.
         troubles: of those that cannot serve, or may not be able to: name -> why, with the name of the process at fault.
-        model: digest of what it serves, which is the same on every host.
+        model: digest of what it serves, which is the same on every host, but for a change.
+        other: in a change, what it served before, or what it becomes; "" without.
         ended: engines that have just done so.
         restarted: instances that were slow -> how often they were restarted for that, in a row, and how many minutes
             ago last: a new master learns it so.
         spread: its instances are on other hosts than it, and on several.
+        began: it began the deployment, and has the say in it.
+        orders: then, for those that joined, by host.
+        progress: of one that joined.
     """
 
     host: str
@@ -239,6 +290,10 @@ class HostReport(msgspec.Struct, tag=True, frozen=True):
     ended: list[EngineEnded] = []
     restarted: dict[str, tuple[int, int]] = {}
     spread: bool = False
+    other: str = ""
+    began: bool = False
+    orders: dict[str, HostOrder] = {}
+    progress: HostProgress | None = None
 
 
 class StartTotals(msgspec.Struct, frozen=True):
@@ -558,10 +613,16 @@ class HostTaken(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         ready: instances of the deployment that are given requests.
         givers: those of other launchers that may give its engines weights -> where, in the order to ask them.
+        order: for one that joined, of the one that began the deployment, if any.
+        model: digest of what that one serves; "" where it was not heard.
+        hosts: for the one that began it, those that joined.
     """
 
     ready: list[str] = []
     givers: dict[str, str] = {}
+    order: HostOrder | None = None
+    model: str = ""
+    hosts: dict[str, HostProgress] = {}
 
 
 class HostRefused(msgspec.Struct, tag=True, frozen=True):

@@ -89,9 +89,11 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     from penstock.nn.ranks import SharedMemoryRanks, joined
     from penstock.transfer.pool import memfd_pool, pool_over
 
+    options = EngineOptions(**settings["options"])
+    if options.isa is not None:
+        native.use(options.isa)
     torch.set_num_threads(settings["threads"])
     native.set_threads(settings["threads"])
-    options = EngineOptions(**settings["options"])
     size = options.tensor_parallel_size
     memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
     ranks = SharedMemoryRanks(memory, settings["rank"], size, settings["parent"])

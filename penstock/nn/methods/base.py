@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.nn.bounded_logits import BoundedLogits, Take
-from penstock.nn.packed import Weight
+from penstock.nn.packed import PackedWeight
+from penstock.nn.packed_quantised import PackedQuantisedWeight
+from penstock.nn.quantised import Pieces, QuantisedWeight
 
+Weight = torch.nn.Parameter | PackedWeight | QuantisedWeight | PackedQuantisedWeight  # [outs, ins]
 W = TypeVar("W", bound=Weight)
+R = TypeVar("R", Tensor, Pieces)
 
 
-class LinearMethod(ABC, Generic[W]):
-    """How weights [outs, ins] are held: created, loaded from what a checkpoint has of them, and multiplied with.
+class LinearMethod(ABC, Generic[W, R]):
+    """How weights [outs, ins] are held: created, filled with rows, and multiplied with.
 
     It has no state: a weight is a parameter, or a module with parameters, and says all about itself.
 
@@ -24,16 +28,12 @@ class LinearMethod(ABC, Generic[W]):
         kept: whether what it makes of a checkpoint takes so long that it is kept on disk (nn/weight_cache.py).
     """
 
-    name: str
-    kept = False
+    name: ClassVar[str]
+    kept: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why it cannot be used there, or None."""
-
-    def tensors(self, outs: int, ins: int) -> dict[str, tuple[int, ...]]:
-        """Names, behind the projection's own, and shapes of what a checkpoint has of one."""
-        return {"weight": (outs, ins)}
 
     @abstractmethod
     def create(self, outs: int, ins: int, dtype: torch.dtype, device: torch.device) -> W:
@@ -44,13 +44,15 @@ class LinearMethod(ABC, Generic[W]):
         """It has got its memory, and is about to be loaded."""
 
     @abstractmethod
-    def load(self, weight: W, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
-        """Fill outputs [first, first + len(outs)) of a weight.
+    def put(self, weight: W, first: int, rows: R) -> None:
+        """Fill outputs from `first` on.
 
         Args:
-            name: one of `tensors`.
-            tensor: all of it or some of its rows, on the CPU, in memory that is used again afterwards.
-            outs, ins: which of the tensor's outputs belong there, and which of its inputs are held.
+            rows: as a checkpoint's format has them (nn/formats): [rows, ins] of any float dtype, or pieces of a
+                quantised weight; on the CPU, in memory that is used again afterwards.
+
+        Raises:
+            ValueError: they cannot be held together with those before.
         """
 
     @abstractmethod
@@ -64,6 +66,10 @@ class LinearMethod(ABC, Generic[W]):
     @abstractmethod
     def dense(self, weight: W) -> Tensor:
         """[outs, ins], perhaps a copy."""
+
+    @abstractmethod
+    def layout(self) -> str:
+        """Names how it lays out bytes here."""
 
     def bounded_logits(self, weight: W, take: Take | None) -> BoundedLogits | None:
         """What tells tokens from few logits, where there is such. `take` makes memory for it."""

@@ -8,10 +8,10 @@ from torch import Tensor
 from penstock.nn import native, ops
 from penstock.nn.bounded_logits import BoundedLogits, Take
 from penstock.nn.methods.base import LinearMethod
-from penstock.nn.packed import PackedWeight
+from penstock.nn.packed import PackedWeight, layout
 
 
-class Packed(LinearMethod[PackedWeight]):
+class Packed(LinearMethod[PackedWeight, Tensor]):
     """A `PackedWeight`. It is packed while it is loaded, and held in no other form."""
 
     name = "packed"
@@ -28,14 +28,17 @@ class Packed(LinearMethod[PackedWeight]):
     def prepare(self, weight: PackedWeight) -> None:
         weight.prepare()
 
-    def load(self, weight: PackedWeight, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
-        weight.put(first, tensor[outs.start : outs.stop, ins.start : ins.stop])
+    def put(self, weight: PackedWeight, first: int, rows: Tensor) -> None:
+        weight.put(first, rows)
 
     apply = staticmethod(ops.packed_linear)  # the ops themselves: one call less for each product
     rows = staticmethod(ops.packed_rows)
 
     def dense(self, weight: PackedWeight) -> Tensor:
         return weight.unpacked()
+
+    def layout(self) -> str:
+        return f"{self.name} {layout()}"
 
     def bounded_logits(self, weight: PackedWeight, take: Take | None) -> BoundedLogits | None:
         return BoundedLogits.of(weight, take)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from penstock.nn import ops
 from penstock.nn.methods.base import LinearMethod
 
 
-class Plain(LinearMethod[nn.Parameter]):
+class Plain(LinearMethod[nn.Parameter, Tensor]):
     """A parameter [outs, ins], on any device and of any dtype."""
 
     name = "plain"
@@ -23,8 +25,8 @@ class Plain(LinearMethod[nn.Parameter]):
     def prepare(self, weight: nn.Parameter) -> None:
         pass
 
-    def load(self, weight: nn.Parameter, name: str, tensor: Tensor, first: int, outs: range, ins: range) -> None:
-        weight[first : first + len(outs)] = tensor[outs.start : outs.stop, ins.start : ins.stop]
+    def put(self, weight: nn.Parameter, first: int, rows: Tensor) -> None:
+        weight[first : first + len(rows)] = rows
 
     def apply(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return ops.linear(x, weight, bias).to(dtype)
@@ -34,3 +36,6 @@ class Plain(LinearMethod[nn.Parameter]):
 
     def dense(self, weight: nn.Parameter) -> Tensor:
         return weight
+
+    def layout(self) -> str:
+        return f"{self.name} {sys.byteorder}"

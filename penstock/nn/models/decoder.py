@@ -13,6 +13,8 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits, Take
 from penstock.nn.config import DecoderConfig, RopeConfig
+from penstock.nn.formats.base import Format
+from penstock.nn.formats.dense import DENSE
 from penstock.nn.kv import KVLayers
 from penstock.nn.layers import Attention, Block, GatedMLP, Norm, RMSNorm, Stack
 from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
@@ -71,18 +73,26 @@ class Decoder(nn.Module):
         self._rotations: list[Rotation] = []
         self.bounded_logits: BoundedLogits | None = None
 
-    def hold(self, method: LinearMethod[Any]) -> None:
+    def hold(self, method: LinearMethod[Any, Any]) -> None:
         """Have what products read held by a method; what weights held is gone."""
-        for module in list(self.modules()):
+        self.hold_each(lambda _: (method, DENSE))
+
+    def hold_each(self, how: Callable[[str], tuple[LinearMethod[Any, Any], Format[Any]]]) -> None:
+        """The same, each by a method of its own, and with a checkpoint's format of it.
+
+        Args:
+            how: called with the linear's name here.
+        """
+        for name, module in list(self.named_modules()):
             # an embedding is only looked up in, unless it is the head too
             if isinstance(module, Linear) and (module is self.head or not isinstance(module, Embedding)):
-                module.hold(method)
+                module.hold(*how(name))
 
     def untie(self) -> Linear:
         """Have a head other than the embedding; it is on "meta"."""
         with torch.device("meta"):
             self.lm_head = self._new_head().to(self.dtype)
-            self.lm_head.hold(self.model.embed_tokens.method)
+            self.lm_head.hold(self.model.embed_tokens.method, self.model.embed_tokens.format)
         return self.lm_head
 
     def _new_head(self) -> Linear:
@@ -110,6 +120,11 @@ class Decoder(nn.Module):
     @property
     def head(self) -> Linear:
         return self.model.embed_tokens if self.lm_head is None else self.lm_head
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any of its weights is."""
+        return any(isinstance(part, Linear) and part.format.codes is not None for part in self.modules())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""Kernels in C++ for the CPU: compiled for this machine when they are first needed, called through ctypes.
+"""Kernels in C++ for the CPU: compiled for an instruction set when they are first needed, called through ctypes.
+
+There is a library for each instruction set (isa.py). The best that the processor has is loaded, unless `use` says
+another.
 
 ctypes releases the interpreter lock while a kernel runs. Kernels get raw pointers, so callers must check devices,
 dtypes, shapes and strides.
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from penstock.nn.kv import LayerKV
 from penstock.nn.native.build import BuildError, build_library
+from penstock.nn.native.isa import InstructionSet, find_set, sets_here
 
 log = logging.getLogger("penstock.native")
 DTYPES = (torch.bfloat16, torch.float32)  # that the kernels compute with
@@ -25,11 +29,37 @@ SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of functions' names
 ARGUMENTS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 
 
+_wanted: str | None = None  # an instruction set's name
+
+
+def use(isa: str | None) -> None:
+    """Kernels for this instruction set from now on; None is the best one. Weights packed for another cannot be
+    used any more. Raises ConfigError on one that is not there."""
+    global _wanted  # noqa: PLW0603  as the library that is loaded is the process's
+    if isa is not None:
+        find_set(isa)
+    if isa == _wanted:
+        return
+    count = threads() if _load.cache_info().currsize and missing() is None else None
+    _wanted = isa
+    for kept in (_load, function, value):
+        kept.cache_clear()
+    if count is not None:
+        set_threads(count)
+
+
+def isa() -> InstructionSet | None:
+    """Whose kernels are used; None where there are none for this processor."""
+    return find_set(_wanted) if _wanted is not None else next(reversed(sets_here()), None)
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        library = ctypes.CDLL(str(build_library()))
+        if (chosen := isa()) is None:
+            raise BuildError("there are no kernels for this processor")
+        library = ctypes.CDLL(str(build_library(chosen)))
     except (BuildError, OSError) as error:
         log.warning("kernels run as plain torch ops: %s", error)
         return str(error)
@@ -44,7 +74,7 @@ def missing() -> str | None:
 
 
 def made_from() -> str:
-    """Names all that decides what the kernels compute, the processor too; empty where there are none."""
+    """Names all that decides what the kernels compute; empty where there are none."""
     found = _load()
     return "" if isinstance(found, str) else Path(found._name).stem
 
@@ -101,8 +131,7 @@ def multiply(times: int, dtype: torch.dtype) -> int:
     Args:
         times: a multiple of 16.
     """
-    count = value("penstock_multiply", "nn")(times, dtype == torch.bfloat16)
-    return 2 * 16 * times * count * threads()
+    return 2 * value("penstock_multiply", "nn")(times, dtype == torch.bfloat16) * threads()
 
 
 # --- tensors as pointers and strides

@@ -19,13 +19,7 @@ namespace {
 constexpr int SPLIT_BLOCKS = 16;  // positions are summed up in pieces of so many blocks, then the pieces are
 constexpr int TILE = 256;         // queries (row and head) for which a block of K and V is packed once
 constexpr int FEW = 4;            // queries for which threads share a long context
-#ifdef __AVX512F__
-constexpr int MOST = 6;        // queries whose sums are in registers together
-constexpr bool DIRECT = true;  // few queries read K and V where they are: columns fit into registers beside their sums
-#else
-constexpr int MOST = 2;
-constexpr bool DIRECT = false;
-#endif
+constexpr int MOST = 6;           // queries whose sums are in registers together
 constexpr int64_t PACKING = 6;    // queries that reading and packing a block costs as much as
 constexpr int64_t ALONE = 64;     // queries times blocks that a thread computes before another is worth waking
 constexpr float SLACK = 8;        // powers of 2 that a weight may reach before sums are rescaled to the largest score
@@ -34,9 +28,18 @@ constexpr float LEAST = 1e-30f;  // numbers of which the largest is less become 
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Products are made of units of 32 bits: one float, two bfloat16, or two whole numbers of 16 bits.
+// Sums of R queries, of 16 lanes each, that are in registers together for each of them.
+template <int R>
+#if defined(__AVX512F__)
+constexpr int ACROSS = 4;
+#else
+constexpr int ACROSS = R == 1 ? 4 : R <= 3 ? 2 : 1;
+#endif
+
+// Products are made of units of 32 bits: one float, two bfloat16, or two whole numbers of 16 bits. EACH is how many, and
+// WORDS how many of 32 bits what is multiplied with a unit has.
 struct Single {
-    static constexpr int EACH = 1;
+    static constexpr int EACH = 1, WORDS = 1;
     static f32x16 value(f32x16 sum) { return sum; }
     static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
         float x;
@@ -54,7 +57,7 @@ struct Single {
 
 #ifdef __AVX512BF16__
 struct Pair {
-    static constexpr int EACH = 2;
+    static constexpr int EACH = 2, WORDS = 1;
     static f32x16 value(f32x16 sum) { return sum; }
     static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
         int x;
@@ -68,48 +71,37 @@ struct Pair {
     }
 };
 #else
-using Pair = Single;  // bfloat16 is widened
+// Bfloat16 is widened as it is multiplied, and what it is multiplied with before.
+struct Pair {
+    static constexpr int EACH = 2, WORDS = 2;
+    static f32x16 value(f32x16 sum) { return sum; }
+    PENSTOCK_INLINE static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
+        const float* x = reinterpret_cast<const float*>(a);
+        return fma(splat(x[1]), second_of_two(b), fma(splat(x[0]), first_of_two(b), sum));
+    }
+    PENSTOCK_INLINE static f32x16 put_weights(f32x16 x, f32x16 y, uint32_t* to, f32x16 sum) {
+        x = rough_exp2(x), y = rough_exp2(y);
+        store(reinterpret_cast<float*>(to), x);
+        store(reinterpret_cast<float*>(to) + 16, y);
+        return sum + (x + y);
+    }
+};
 #endif
 
 // Values of 8 bits are multiplied with what has been made whole numbers too, of 16 bits, and products are summed up in 32,
 // without rounding.
 struct Whole {
-    static constexpr int EACH = 2;
-    static i32x16 madd(i32x16 sum, i16x32 a, i16x32 b) {
-#ifdef __AVX512VNNI__
-        return reinterpret_cast<i32x16>(_mm512_dpwssd_epi32(
-            reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-        __m256i sums[2], x[2], y[2];
-        std::memcpy(sums, &sum, sizeof sums);
-        std::memcpy(x, &a, sizeof x);
-        std::memcpy(y, &b, sizeof y);
-        for (int i = 0; i < 2; i++) sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(x[i], y[i]));
-        std::memcpy(&sum, sums, sizeof sum);
-        return sum;
-#else
-        const i32x16 x = reinterpret_cast<i32x16>(a), y = reinterpret_cast<i32x16>(b);
-        return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
-#endif
-    }
-    static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
+    static constexpr int EACH = 2, WORDS = 1;
+    PENSTOCK_INLINE static f32x16 madd(f32x16 sum, const uint32_t* a, f32x16 b) {
         int x;
         std::memcpy(&x, a, 4);
-        return reinterpret_cast<f32x16>(madd(reinterpret_cast<i32x16>(sum), reinterpret_cast<i16x32>(i32x16{} + x),
-                                             reinterpret_cast<i16x32>(b)));
+        return as<f32x16>(dot_i16(as<i32x16>(sum), as<i16x32>(splat_i32(x)), as<i16x32>(b)));
     }
-    static f32x16 value(f32x16 sum) { return __builtin_convertvector(reinterpret_cast<i32x16>(sum), f32x16); }
+    PENSTOCK_INLINE static f32x16 value(f32x16 sum) { return to_f32(as<i32x16>(sum)); }
 
     // 16 numbers times `inverse` as 8 units.
-    static void put(f32x16 x, float inverse, uint32_t* to) {
-        const i32x16 y = to_whole(x * splat(inverse));
-#ifdef __AVX512F__
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(y)));
-#else
-        typedef int16_t i16x16 __attribute__((vector_size(32)));
-        const i16x16 narrow = __builtin_convertvector(y, i16x16);
-        std::memcpy(to, &narrow, sizeof narrow);
-#endif
+    PENSTOCK_INLINE static void put(f32x16 x, float inverse, uint32_t* to) {
+        store_i16(reinterpret_cast<int16_t*>(to), to_whole(x * splat(inverse)));
     }
 
     // What the largest of numbers becomes, so that no sum over `dim` of them overflows.
@@ -123,26 +115,22 @@ using UnitOf = std::conditional_t<std::is_same_v<E, bf16>, Pair, std::conditiona
 template <class E>
 constexpr bool SCALED = std::is_same_v<E, int8_t>;
 
-// Whether elements must be widened to become units.
+// Whether a query is not what units are multiplied with as it is.
 template <class E>
-constexpr bool WIDENED = sizeof(E) * UnitOf<E>::EACH != 4;
+constexpr bool WIDENED = sizeof(E) * UnitOf<E>::EACH != 4 || UnitOf<E>::WORDS != 1;
 
 // 16 units, or up to 16 and zeros.
 template <class E>
 inline f32x16 units_at(const E* from) {
     if constexpr (SCALED<E>)
-        return reinterpret_cast<f32x16>(widen32(from));
-    else if constexpr (WIDENED<E>)
-        return load(from);
+        return as<f32x16>(widen32(from));
     else
         return load(reinterpret_cast<const float*>(from));
 }
 template <class E>
 inline f32x16 units_at(const E* from, int64_t units) {
     if constexpr (SCALED<E>)
-        return reinterpret_cast<f32x16>(widen32(from, 2 * units));
-    else if constexpr (WIDENED<E>)
-        return units >= 16 ? load(from) : load(from, static_cast<int>(units));
+        return as<f32x16>(widen32(from, 2 * units));
     else
         return load_units(from, units);
 }
@@ -260,29 +248,41 @@ struct Packed {
 // Scores of queries with a block's tokens, [query][token].
 typedef float Scores[BLOCK_TOKENS];
 
-// q . k of R queries and the first N * 16 tokens, summed over units in order.
+// q . k of R queries and N * 16 tokens from `token` on, summed over units in order.
 template <class E, int R, int N>
-inline void multiply_some_keys(const Packed<E>& block, const uint32_t* const* q, Scores* to) {
+inline void multiply_some_keys(const Packed<E>& block, const uint32_t* const* q, int64_t token, Scores* to) {
     f32x16 sums[R][N];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int n = 0; n < N; n++) sums[r][n] = f32x16{};
     for (int64_t unit = 0; unit < block.units; unit++) {
         f32x16 columns[N];
-        for (int n = 0; n < N; n++) columns[n] = load(block.keys + unit * BLOCK_TOKENS + 16 * n);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) columns[n] = load(block.keys + unit * BLOCK_TOKENS + token + 16 * n);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) sums[r][n] = UnitOf<E>::madd(sums[r][n], q[r] + unit, columns[n]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++)
+                sums[r][n] = UnitOf<E>::madd(sums[r][n], q[r] + unit * UnitOf<E>::WORDS, columns[n]);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) store(to[r] + 16 * n, UnitOf<E>::value(sums[r][n]));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) store(to[r] + token + 16 * n, UnitOf<E>::value(sums[r][n]));
 }
 
 // Of the first `seen` tokens, perhaps of more.
 template <class E, int R, int N = 2>
 inline void multiply_keys(const Packed<E>& block, const uint32_t* const* q, int64_t seen, Scores* to) {
-    if constexpr (N < BLOCK_TOKENS / 16) {
+    if constexpr (ACROSS<R> < BLOCK_TOKENS / 16) {
+        for (int64_t token = 0; token < seen; token += 16 * ACROSS<R>)
+            multiply_some_keys<E, R, ACROSS<R>>(block, q, token, to);
+        return;
+    } else if constexpr (N < BLOCK_TOKENS / 16) {
         if (seen > 16 * N) return multiply_keys<E, R, N + 1>(block, q, seen, to);
     }
-    multiply_some_keys<E, R, N>(block, q, to);
+    multiply_some_keys<E, R, N>(block, q, 0, to);
 }
 
 template <class E, int R>
@@ -301,14 +301,14 @@ PENSTOCK_INLINE void multiply_keys(const Source<E>& block, const uint32_t* const
 #pragma GCC unroll 16
                 for (int c = 0; c < 16; c++) {
                     for (int r = 0; r < R; r++)
-                        scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit + c, columns[c]);
+                        scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + (unit + c) * UnitOf<E>::WORDS, columns[c]);
                     if (c % 4 == 3) ahead.done(4 * 16);
                 }
             } else {
                 ahead.done(16 * 16);
                 for (int c = 0; c < units - unit; c++)
                     for (int r = 0; r < R; r++)
-                        scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + unit + c, columns[c]);
+                        scores[r][n] = UnitOf<E>::madd(scores[r][n], q[r] + (unit + c) * UnitOf<E>::WORDS, columns[c]);
             }
         }
     }
@@ -330,9 +330,8 @@ PENSTOCK_INLINE void multiply_keys(const Source<int8_t>& block, const uint32_t* 
                 i16x32 rows[4];
                 for (int t = 0; t < 4; t++) rows[t] = widen32(from + t * block.stride + 32 * step, block.dim - 32 * step);
                 for (int r = 0; r < R; r++) {
-                    i16x32 x;
-                    std::memcpy(&x, q[r] + 16 * step, sizeof x);
-                    for (int t = 0; t < 4; t++) sums[r][t] = Whole::madd(sums[r][t], x, rows[t]);
+                    const i16x32 x = get<i16x32>(q[r] + 16 * step);
+                    for (int t = 0; t < 4; t++) sums[r][t] = dot_i16(sums[r][t], x, rows[t]);
                 }
                 ahead.done(4);
             }
@@ -340,7 +339,7 @@ PENSTOCK_INLINE void multiply_keys(const Source<int8_t>& block, const uint32_t* 
         }
         for (int r = 0; r < R; r++) {
             const i32x16 sums = sum_groups(fours[r][0], fours[r][1], fours[r][2], fours[r][3]);
-            store(to[r] + token, __builtin_convertvector(sums, f32x16));
+            store(to[r] + token, to_f32(sums));
         }
     }
 }
@@ -440,8 +439,7 @@ class Tile {
         } else if constexpr (WIDENED<C>) {
             for (int64_t h = 0; h < item.heads; h++)
                 for (int64_t i = 0; i < queries_; i++)
-                    for (int64_t d = 0; d < cache_.dim; d++)
-                        wide(h, i)[d] = widen(query(h, i)[d]);
+                    for (int64_t d = 0; d < cache_.dim; d++) wide(h, i)[d] = widen(query(h, i)[d]);
         }
     }
 
@@ -552,11 +550,8 @@ class Tile {
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
         const int64_t begin = from * call_.group, end = to * call_.group;
-        if constexpr (DIRECT || SCALED<C>) {
-            if (queries_ <= FEW)
-                return dispatch<FEW>(end - begin,
-                                     [&](auto count) { attend<count()>(h, begin, first, source, sums); });
-        }
+        if (queries_ <= FEW)  // which read K and V where they are
+            return dispatch<FEW>(end - begin, [&](auto count) { attend<count()>(h, begin, first, source, sums); });
         packed_.fill(source);
         const int64_t groups = ceil_div(end - begin, MOST);  // about equal ones: a small one is slow
         for (int64_t g = 0, i = begin; g < groups; g++) {
@@ -589,7 +584,7 @@ class Tile {
         const int64_t seen = std::min<int64_t>(BLOCK_TOKENS, position(i + R - 1) + 1 - first);  // by the last of them
         alignas(64) Scores scores[R];
         multiply_keys<C, R>(block, units, seen, scores);
-        alignas(64) uint32_t weights[R][BLOCK_TOKENS / U::EACH];
+        alignas(64) uint32_t weights[R][BLOCK_TOKENS / U::EACH * U::WORDS];
         float factors[R];
         for (int r = 0; r < R; r++) {
             if constexpr (SCALED<C>) {
@@ -604,12 +599,15 @@ class Tile {
         int64_t d = 0;
         float* to = sums.value + i * call_.width;
         auto ahead = values_ahead(block, call_.width);
-        for (; d + 64 <= call_.width; d += 64) add_values<R, 4>(block, units, factors, seen, d, to, ahead);
-        if (d + 32 <= call_.width) {
-            add_values<R, 2>(block, units, factors, seen, d, to, ahead);
-            d += 32;
-        }
-        if (d < call_.width) add_values<R, 1>(block, units, factors, seen, d, to, ahead);
+        constexpr int N = ACROSS<R>;
+        for (; d + 16 * N <= call_.width; d += 16 * N) add_values<R, N>(block, units, factors, seen, d, to, ahead);
+        if constexpr (N > 2)
+            if (d + 32 <= call_.width) {
+                add_values<R, 2>(block, units, factors, seen, d, to, ahead);
+                d += 32;
+            }
+        if constexpr (N > 1)
+            if (d < call_.width) add_values<R, 1>(block, units, factors, seen, d, to, ahead);
     }
 
     // Nothing is left of positions after the row's own, which is `at` counted from the block's first, and too far back.
@@ -651,7 +649,7 @@ class Tile {
         } else {
 #pragma GCC unroll 2
             for (int n = 0; n < 4; n += 2)
-                sum = U::put_weights(fma(x[n], scale, less), fma(x[n + 1], scale, less), to + 16 * n / U::EACH, sum);
+                sum = U::put_weights(fma(x[n], scale, less), fma(x[n + 1], scale, less), to + 16 * n / U::EACH * U::WORDS, sum);
         }
         store(sums.weight + 16 * i, sum);
         return factor;
@@ -671,19 +669,25 @@ class Tile {
     void add_values(const B& block, const uint32_t* const* weights, const float* factors, int64_t seen, int64_t d,
                     float* to, Next& ahead) const {
         f32x16 found[R][N];
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
             for (int n = 0; n < N; n++)
                 found[r][n] = SCALED<C> ? f32x16{} : load(to + r * call_.width + d + 16 * n);
         for (int64_t token = 0; token < seen; token += U::EACH) {
             f32x16 columns[N];
             values_at<N>(block, token, d, columns);
             ahead.done(16 * N * U::EACH);
+#pragma GCC unroll 8
             for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
                 for (int n = 0; n < N; n++)
-                    found[r][n] = U::madd(found[r][n], weights[r] + token / U::EACH, columns[n]);
+                    found[r][n] = U::madd(found[r][n], weights[r] + token / U::EACH * U::WORDS, columns[n]);
         }
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             if constexpr (SCALED<C>) in_order(found[r]);
+#pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 float* sum = to + r * call_.width + d + 16 * n;
                 store(sum, SCALED<C> ? fma(U::value(found[r][n]), splat(factors[r]), load(sum)) : found[r][n]);

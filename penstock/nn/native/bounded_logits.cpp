@@ -27,15 +27,34 @@ constexpr int64_t FEW = 128;                 // that are computed as soon as the
 // Rounded up: what floats have lost on the way to it is less than a millionth.
 float over(double x) { return static_cast<float>(x * (1 + 1e-6)); }
 
+// Four bytes of a row, as sums of products with codes read them: as they are where there is an instruction for that, else
+// as two words of two numbers of 16 bits, the first and the third and the others.
+struct Bytes {
+#if defined(__AVX512VNNI__)
+    uint32_t words[1] = {};
+#else
+    uint32_t words[2] = {};
+#endif
+
+    void set(const int8_t (&bytes)[4]) {
+        if constexpr (sizeof words == 4) {
+            std::memcpy(words, bytes, 4);
+        } else {
+            const int16_t pairs[4] = {bytes[0], bytes[2], bytes[1], bytes[3]};
+            std::memcpy(words, pairs, sizeof pairs);
+        }
+    }
+};
+
 // Four inputs that are far from 0, in 16 bits.
 struct Far {
     int64_t step;
-    uint32_t high, low;  // four bytes each
+    Bytes high, low;
 };
 
 // An input row: in 8 bits, but for the few words that would leave the others little of them.
 struct Input {
-    std::vector<uint32_t> words;  // of four bytes, 0 where it is far
+    std::vector<Bytes> words;  // of a step each, 0 where it is far
     std::vector<Far> far;
     int32_t near_sum = 0, high_sum = 0, low_sum = 0;  // of bytes
     float near_factor = 0, far_factor = 0;            // x = near_factor * word, or far_factor * (256 * high + low)
@@ -98,7 +117,7 @@ Input quantised(const float* x, int64_t ins) {
             bytes[i] = static_cast<int8_t>(multiple(x[step * 4 + i], input.near_factor, MOST_CODE, &lost));
             input.near_sum += bytes[i];
         }
-        std::memcpy(&input.words[step], bytes, 4);
+        input.words[step].set(bytes);
     }
     for (Far& far : input.far) {
         int8_t high[4], low[4];
@@ -109,8 +128,8 @@ Input quantised(const float* x, int64_t ins) {
             input.high_sum += high[i];
             input.low_sum += low[i];
         }
-        std::memcpy(&far.high, high, 4);
-        std::memcpy(&far.low, low, 4);
+        far.high.set(high);
+        far.low.set(low);
     }
     const double rounding = (2 * ins + 64) * 0x1p-24;
     input.doubt = over(std::sqrt(lost) + rounding * input.length);
@@ -122,68 +141,110 @@ struct Bounds {
     std::vector<float> most, least;
 };
 
+// What is summed at once in registers: ROWS rows by a panel's groups, or by one where registers have room for fewer.
 #if defined(__AVX512VNNI__)
+constexpr int ROWS = 6;
+#else
+constexpr int ROWS = 4;
+#endif
+#if defined(__AVX512F__)
+constexpr int AT_ONCE = GROUPS;
+#else
+constexpr int AT_ONCE = 1;
+#endif
 
-constexpr int ROWS = 6;  // by GROUPS groups: what is summed at once in registers
+// A line's codes.
+struct Codes {
+#if defined(__AVX512VNNI__)
+    i32x16 all;
 
-__m512i multiply_add(__m512i sum, const Line& codes, uint32_t word) {
-    return _mm512_dpbusd_epi32(sum, _mm512_load_si512(codes.words), _mm512_set1_epi32(word));
-}
+    PENSTOCK_INLINE explicit Codes(const Line& line) : all(get<i32x16>(line.words)) {}
+    PENSTOCK_INLINE i32x16 add(i32x16 sum, const Bytes& bytes) const {
+        return reinterpret_cast<i32x16>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum),
+                                                            reinterpret_cast<__m512i>(all),
+                                                            _mm512_set1_epi32(bytes.words[0])));
+    }
+#else
+    i16x32 even, odd;
+
+    PENSTOCK_INLINE explicit Codes(const Line& line) {
+        const u32x16 words = get<u32x16>(line.words);
+        even = as<i16x32>(words & 0x00ff00ff), odd = as<i16x32>(words >> 8 & 0x00ff00ff);
+    }
+    PENSTOCK_INLINE i32x16 add(i32x16 sum, const Bytes& bytes) const {
+        sum = dot_i16(sum, even, as<i16x32>(splat_i32(bytes.words[0])));
+        return dot_i16(sum, odd, as<i16x32>(splat_i32(bytes.words[1])));
+    }
+#endif
+};
 
 // The sum of codes times bytes, from that of codes + OFFSET times bytes, whose own sum is `bytes`.
-f32x16 without_offset(__m512i sum, int32_t bytes) {
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(OFFSET * bytes)));
+PENSTOCK_INLINE f32x16 without_offset(i32x16 sum, int32_t bytes) { return to_f32(sum - OFFSET * bytes); }
+
+// The lanes whose bits are set.
+PENSTOCK_INLINE i32x16 choice_of(unsigned bits) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<i32x16>(_mm512_movm_epi32(bits));
+#else
+    constexpr int32_t POWERS[LANES] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                       1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    const i32x16 powers = get<i32x16>(POWERS);
+    return (splat_i32(bits) & powers) == powers;
+#endif
 }
 
-// One row's sums over a group, which begins at `lines`, become bounds.
-template <int G>
-void bound(const BoundedLogits& quantized, const Input& input, int64_t group, __m512i near, const Line* lines, float* most,
-           float* least) {
+// One row's sums over a group, whose lines are `apart` from one another, become bounds.
+inline void bound(const BoundedLogits& quantized, const Input& input, int64_t group, i32x16 near, const Line* lines,
+                  int64_t apart, float* most, float* least) {
     const int64_t lanes = quantized.codes.groups() * LANES, first = group * LANES;
     const float *scale = quantized.bounds + first, *error = scale + lanes, *norm = error + lanes;
-    __m512i high = _mm512_setzero_si512(), low = _mm512_setzero_si512();
+    i32x16 high{}, low{};
     for (const Far& far : input.far) {
-        high = multiply_add(high, lines[far.step * G], far.high);
-        low = multiply_add(low, lines[far.step * G], far.low);
+        const Codes codes(lines[far.step * apart]);
+        high = codes.add(high, far.high);
+        low = codes.add(low, far.low);
     }
     const f32x16 fine = fma(without_offset(high, input.high_sum), splat(256.0f), without_offset(low, input.low_sum));
     const f32x16 sum = fma(without_offset(near, input.near_sum), splat(input.near_factor), fine * splat(input.far_factor));
     const f32x16 value = sum * load(scale);
     const f32x16 doubt = fma(load(error), splat(input.length), load(norm) * splat(input.doubt)) + splat(1e-30f);
     i32x16 there = lane_numbers() < static_cast<int32_t>(std::min<int64_t>(LANES, quantized.codes.outs - first));
-    if (input.allowed) there &= reinterpret_cast<i32x16>(_mm512_movm_epi32(bits_of(input.allowed, group)));
+    if (input.allowed) there &= choice_of(bits_of(input.allowed, group));
     *most = max_lanes(where(there, value + doubt, splat(-INF)))[0];
     *least = max_lanes(where(there, value - doubt, splat(-INF)))[0];
 }
 
-// Rows [row, row + M) over a panel of G groups. In each step FETCH lines from `ahead` on are asked for.
+// Rows [row, row + M) over G groups of a panel, from group `first` on. In each step FETCH lines from `ahead` on are asked
+// for.
 template <int M, int G, int FETCH>
-void tile(const BoundedLogits& quantized, const std::vector<Input>& inputs, int64_t row, int64_t panel, const Line* ahead,
-          Bounds& bounds) {
-    const int64_t steps = quantized.codes.steps(), groups = quantized.codes.groups(), first = panel * GROUPS;
+void tile(const BoundedLogits& quantized, const std::vector<Input>& inputs, int64_t row, int64_t first,
+          const Line* ahead, Bounds& bounds) {
+    const int64_t steps = quantized.codes.steps(), groups = quantized.codes.groups();
     int64_t apart;
     const Line* lines = quantized.codes.group(first, &apart);
-    const uint32_t* words[M];
+    const Bytes* words[M];
     for (int m = 0; m < M; m++) words[m] = inputs[row + m].words.data();
-    __m512i sums[M][G];  // in registers, which needs every loop over them unrolled
+    i32x16 sums[M][G];  // in registers, which needs every loop over them unrolled
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) sums[m][g] = _mm512_setzero_si512();
+        for (int g = 0; g < G; g++) sums[m][g] = i32x16{};
     for (int64_t step = 0; step < steps; step++) {
-        const Line* here = lines + step * G;
+        const Line* here = lines + step * (AT_ONCE == GROUPS ? G : apart);
         for (int f = 0; f < FETCH; f++) __builtin_prefetch(ahead + step * FETCH + f, 0, 3);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-            for (int g = 0; g < G; g++) sums[m][g] = multiply_add(sums[m][g], here[g], words[m][step]);
+        for (int g = 0; g < G; g++) {
+            const Codes codes(here[g]);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) sums[m][g] = codes.add(sums[m][g], words[m][step]);
+        }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
             const int64_t at = (row + m) * groups + first + g;
-            bound<G>(quantized, inputs[row + m], first + g, sums[m][g], lines + g, &bounds.most[at], &bounds.least[at]);
+            bound(quantized, inputs[row + m], first + g, sums[m][g], lines + g, apart, &bounds.most[at], &bounds.least[at]);
         }
 }
 
@@ -191,25 +252,29 @@ using Tile = void (*)(const BoundedLogits&, const std::vector<Input>&, int64_t, 
 
 template <int G, int FETCH>
 Tile tile_of_rows(int64_t rows) {
-    static constexpr Tile TILES[] = {tile<1, G, FETCH>, tile<2, G, FETCH>, tile<3, G, FETCH>,
-                                     tile<4, G, FETCH>, tile<5, G, FETCH>, tile<6, G, FETCH>};
+    static constexpr Tile TILES[] = {tile<1, G, FETCH>, tile<2, G, FETCH>, tile<3, G, FETCH>, tile<4, G, FETCH>,
+#if defined(__AVX512VNNI__)
+                                     tile<5, G, FETCH>, tile<6, G, FETCH>
+#endif
+    };
     static_assert(sizeof TILES / sizeof *TILES == ROWS);
     return TILES[rows - 1];
 }
 
-// `fetch` is 0, 1, 2 or `groups`; only whole panels ask for lines.
+// `fetch` is 0, 1, 2 or GROUPS; only whole panels ask for lines.
 Tile tile_of(int64_t rows, int64_t groups, int64_t fetch) {
-    static_assert(GROUPS == 4);
-    switch (groups) {
-        case 1: return tile_of_rows<1, 0>(rows);
-        case 2: return tile_of_rows<2, 0>(rows);
-        case 3: return tile_of_rows<3, 0>(rows);
+    if constexpr (AT_ONCE > 1) {
+        switch (groups) {
+            case 1: return tile_of_rows<1, 0>(rows);
+            case 2: return tile_of_rows<2, 0>(rows);
+            case 3: return tile_of_rows<3, 0>(rows);
+        }
     }
     switch (fetch) {
-        case 0: return tile_of_rows<4, 0>(rows);
-        case 1: return tile_of_rows<4, 1>(rows);
-        case 2: return tile_of_rows<4, 2>(rows);
-        default: return tile_of_rows<4, 4>(rows);
+        case 0: return tile_of_rows<AT_ONCE, 0>(rows);
+        case 1: return tile_of_rows<AT_ONCE, 1>(rows);
+        case 2: return tile_of_rows<AT_ONCE, 2>(rows);
+        default: return tile_of_rows<AT_ONCE, GROUPS>(rows);
     }
 }
 
@@ -226,7 +291,10 @@ void some_panels(const BoundedLogits& quantized, const std::vector<Input>& input
             const int64_t from = streams ? 0 : GROUPS * t / tiles, until = streams ? GROUPS : GROUPS * (t + 1) / tiles;
             const Line* ahead = streams ? here + AHEAD : next + from * steps;
             const int64_t fetch = streams || panel + 1 < last ? until - from : 0;
-            tile_of(count, groups, fetch)(quantized, inputs, row, panel, ahead, bounds);
+            const int64_t together = AT_ONCE == GROUPS ? groups : 1;
+            for (int64_t g = 0; g < groups; g += together)
+                tile_of(count, together, g == 0 && groups == GROUPS ? fetch : 0)(quantized, inputs, row,
+                                                                                 panel * GROUPS + g, ahead, bounds);
         }
     }
 }
@@ -240,12 +308,6 @@ Bounds bounds_of(const BoundedLogits& quantized, const std::vector<Input>& input
     });
     return bounds;
 }
-
-#else
-
-Bounds bounds_of(const BoundedLogits&, const std::vector<Input>&) { __builtin_unreachable(); }  // nobody has bounds
-
-#endif
 
 // The groups that can hold one of the k largest of a row, in order, from what its groups are at most and at least.
 void find_groups(const float* most, const float* least, int64_t groups, int64_t k, std::vector<int64_t>& found) {
@@ -362,10 +424,8 @@ bool quantize_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64
     const Line* lines = weight.group(group, &apart);
     Line* to = const_cast<Line*>(codes.group(group, &codes_apart));
     const auto input = [&](int64_t i) {  // of all 16 outputs
-        u32x16 words;
-        std::memcpy(&words, &lines[i / IN_WORD * apart], sizeof words);
-        if (IN_WORD == 1) return reinterpret_cast<f32x16>(words);
-        return reinterpret_cast<f32x16>(i % 2 ? words & 0xffff0000 : words << 16);
+        const f32x16 words = get<f32x16>(&lines[i / IN_WORD * apart]);
+        return IN_WORD == 1 ? words : i % 2 ? second_of_two(words) : first_of_two(words);
     };
     f32x16 most = {}, squares = {}, lost = {};
     for (int64_t i = 0; i < weight.ins; i++) {
@@ -386,10 +446,9 @@ bool quantize_group(const Packed<T>& weight, const Packed<uint8_t>& codes, int64
                 const f32x16 rest = fma(-whole, scale, w);
                 lost = fma(rest, rest, lost);
             }
-            const i32x16 code = __builtin_convertvector(whole, i32x16) + OFFSET;
-            word |= (reinterpret_cast<u32x16>(code) & 255) << (8 * i);
+            word |= (as<u32x16>(to_i32(whole) + OFFSET) & 255) << (8 * static_cast<int>(i));
         }
-        std::memcpy(&to[step * codes_apart], &word, sizeof word);
+        put(&to[step * codes_apart], word);
     }
     const int64_t lanes = codes.groups() * LANES;
     bool usable = true;
@@ -422,14 +481,8 @@ extern "C" {
 
 using namespace penstock;
 
-// Whether there are instructions for it, and no sum can be too large.
-int64_t penstock_can_bound_logits(int64_t ins) {
-#if defined(__AVX512VNNI__)
-    return ins <= MOST_INS;
-#else
-    return 0;
-#endif
-}
+// Whether no sum can be too large.
+int64_t penstock_can_bound_logits(int64_t ins) { return ins <= MOST_INS; }
 
 #define BOUNDED_LOGITS(SUFFIX, T)                                                                                             \
     int64_t penstock_bounded_logits_##SUFFIX(const void* lines, int64_t outs, int64_t ins, uint8_t* codes, float* bounds) {   \

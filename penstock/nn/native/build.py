@@ -1,14 +1,15 @@
-"""Compiles the kernels for this machine, once; the library is kept in the user's cache."""
+"""Compiles the kernels for an instruction set, once; the library is kept in the user's cache."""
 
 from __future__ import annotations
 
 import logging
-import platform
 import shutil
 import subprocess
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
+
+from penstock.nn.native.isa import InstructionSet
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -27,8 +28,8 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "penstock" / "native"
 
 
-def build_library(folder: Path | None = None) -> Path:
-    """The library for these sources, this compiler and this processor, compiled unless the folder has it.
+def build_library(isa: InstructionSet, folder: Path | None = None) -> Path:
+    """The library for these sources, this compiler and an instruction set, compiled unless the folder has it.
 
     Args:
         folder: where libraries are kept; by default the user's cache, or a new temporary one where that cannot be
@@ -40,7 +41,7 @@ def build_library(folder: Path | None = None) -> Path:
     compiler = next((found for found in map(shutil.which, COMPILERS) if found), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)})")
-    name = f"penstock-{_digest(Path(compiler))}.so"
+    name = f"penstock-{isa.name}-{_digest(Path(compiler), isa)}.so"
     if folder is None:
         try:
             folder = cache_folder()
@@ -49,19 +50,19 @@ def build_library(folder: Path | None = None) -> Path:
             folder = Path(tempfile.mkdtemp(prefix="penstock-native-"))
     library = folder / name
     if not library.exists():
-        log.info("compiling kernels for this processor, which takes a moment and is done once")
+        log.info("compiling kernels for %s, which takes a moment and is done once", isa.name)
         try:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 # concurrent builds are harmless: the last one replaces an equal library
-                _compile(compiler, Path(scratch)).replace(library)
+                _compile(compiler, isa, Path(scratch)).replace(library)
         except OSError as error:
             raise BuildError(f"{folder} cannot be written ({error})") from None
     return library
 
 
-def _compile(compiler: str, scratch: Path) -> Path:
+def _compile(compiler: str, isa: InstructionSet, scratch: Path) -> Path:
     """All sources at once, each by its own process."""
-    flags = (*FLAGS, _for_this_machine())
+    flags = (*FLAGS, *isa.flags)
     objects, running = [], []
     for source in sorted(SOURCES.glob("*.cpp")):
         objects.append(scratch / f"{source.stem}.o")
@@ -87,27 +88,13 @@ def _compile(compiler: str, scratch: Path) -> Path:
     raise BuildError(f"{compiler} failed: {next((line for line in lines if 'error' in line), 'without a word')}")
 
 
-def _for_this_machine() -> str:
-    return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-
-
-def _digest(compiler: Path) -> str:
+def _digest(compiler: Path, isa: InstructionSet) -> str:
     """Names a library by everything that it is made from."""
     compiler = compiler.resolve()
     stat = compiler.stat()
     digest = blake2b(digest_size=16)
-    for part in (*FLAGS, _for_this_machine(), str(compiler), f"{stat.st_size} {stat.st_mtime_ns}", _processor()):
+    for part in (*FLAGS, *isa.flags, str(compiler), f"{stat.st_size} {stat.st_mtime_ns}"):
         digest.update(part.encode() + b"\0")
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    """What instructions it has, as far as the system says."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    kinds = ("model name", "model\t", "cpu family", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

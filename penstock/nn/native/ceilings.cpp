@@ -1,4 +1,5 @@
 // What this machine can do at most, for kernels to be measured against.
+#include <algorithm>
 #include <atomic>
 
 #include "pool.h"
@@ -9,34 +10,36 @@ namespace {
 
 std::atomic<float> unread;  // keeps what is computed from being optimised away
 
-f32x16 read(const char* from, int64_t bytes) {
+u32x16 read(const char* from, int64_t bytes) {
     u32x16 sums[4] = {};
     for (int64_t i = 0; i + 256 <= bytes; i += 256) {
         __builtin_prefetch(from + i + 8192, 0, 2);
         __builtin_prefetch(from + i + 8192 + 64, 0, 2);
         __builtin_prefetch(from + i + 8192 + 128, 0, 2);
         __builtin_prefetch(from + i + 8192 + 192, 0, 2);
-        for (int j = 0; j < 4; j++) {
-            u32x16 x;
-            std::memcpy(&x, from + i + j * 64, sizeof x);
-            sums[j] ^= x;
-        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sums[j] ^= get<u32x16>(from + i + j * 64);
     }
-    return reinterpret_cast<f32x16>(sums[0] ^ sums[1] ^ sums[2] ^ sums[3]);
+    return sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
 }
 
 constexpr int PIECES = 16;  // for each thread: one that wakes late still gets its share
+// Sums that do not wait for one another, of so many lanes as a register has: more than any multiplication takes cycles
+// times how many begin in one, and few enough for 16 registers.
+constexpr int SUMS = 12;
 
-template <class Step>
+template <class V, class Step>
 void repeat(int64_t times, Step step) {
     parallel_for(PIECES * threads(), [&](int) {
-        f32x16 sums[16];  // all different, or a compiler computes one for all
-        for (int j = 0; j < 16; j++) sums[j] = splat(static_cast<float>(j));
+        V sums[SUMS];  // all different, or a compiler computes one for all
+#pragma GCC unroll 16
+        for (int j = 0; j < SUMS; j++) sums[j] = V{} + static_cast<float>(j);
         for (int64_t i = 0; i < times / PIECES; i++)
 #pragma GCC unroll 16
-            for (int j = 0; j < 16; j++) sums[j] = step(sums[j]);
-        f32x16 all{};
-        for (const f32x16& sum : sums) all += sum;
+            for (int j = 0; j < SUMS; j++) sums[j] = step(sums[j]);
+        V all{};
+#pragma GCC unroll 16
+        for (int j = 0; j < SUMS; j++) all += sums[j];
         unread = all[0];
     });
 }
@@ -52,23 +55,35 @@ using namespace penstock;
 void penstock_read(const void* memory, int64_t bytes) {
     constexpr int64_t PIECE = 1 << 20;
     parallel_for((bytes + PIECE - 1) / PIECE, [&](int task) {
-        const int64_t first = task * PIECE, count = bytes - first < PIECE ? bytes - first : PIECE;
-        unread = read(static_cast<const char*>(memory) + first, count)[0];
+        const int64_t first = task * PIECE, count = std::min(bytes - first, PIECE);
+        unread = as<f32x16>(read(static_cast<const char*>(memory) + first, count))[0];
     });
 }
 
-// On every thread, `times` (a multiple of PIECES) * 16 multiplications and additions of 16 lanes of float32, or of 32 of bfloat16 where there
-// are instructions for that. Returns how many of those one instruction counts for.
+// On every thread, `times` (a multiple of PIECES) * SUMS instructions that multiply and add numbers of float32, or of
+// bfloat16 where there are instructions for that. Returns how many multiplications that is for a thread.
 int64_t penstock_multiply(int64_t times, int64_t is_bf16) {
 #if defined(__AVX512BF16__)
     if (is_bf16) {
         const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(times));
-        repeat(times, [&](f32x16 sum) -> f32x16 { return _mm512_dpbf16_ps(sum, one, one); });
-        return 2 * LANES;
+        repeat<f32x16>(times, [&](f32x16 sum) -> f32x16 { return _mm512_dpbf16_ps(sum, one, one); });
+        return times * SUMS * 2 * LANES;
     }
 #endif
-    const f32x16 one = splat(static_cast<float>(times));
-    repeat(times, [&](f32x16 sum) { return fma(one, one, sum); });
-    return LANES;
+#if defined(__AVX512F__)
+    using Register = f32x16;
+#else
+    using Register = f32xR;
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    if (is_bf16) {
+        const f32xR one = as<f32xR>(i32xR{} + static_cast<int32_t>(times));
+        repeat<f32xR>(times, [&](f32xR sum) { return dot_bf16(sum, one, one); });
+        return times * SUMS * 2 * (sizeof one / sizeof(float));
+    }
+#endif
+#endif
+    const Register one = Register{} + static_cast<float>(times);
+    repeat<Register>(times, [&](Register sum) { return fma(one, one, sum); });
+    return times * SUMS * static_cast<int64_t>(sizeof(Register) / sizeof(float));
 }
 }

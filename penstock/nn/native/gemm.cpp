@@ -13,21 +13,42 @@
 namespace penstock {
 namespace {
 
-// What is summed at once in registers: ROWS rows by GROUPS groups of outputs.
-#if defined(__AVX512F__)
+// What is summed at once in registers: ROWS rows by all groups of a panel, or, where registers have room for fewer, by one
+// of them; of FEW_ROWS by both.
 constexpr int ROWS = 6;
+#if defined(__AVX512F__)
+constexpr bool WIDE = true;
 #else
-constexpr int ROWS = 3;
+constexpr bool WIDE = false;
 #endif
+constexpr int FEW_ROWS = 3;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t FEW_STEPS = 128 / GROUPS;    // 8 KiB of lines, for two tiles
 constexpr int64_t SOME_STEPS = 512 / GROUPS;   // 32 KiB
 constexpr int64_t MANY_STEPS = 4096 / GROUPS;  // 256 KiB, which second caches have room for
+constexpr int64_t TILED_STEPS = 256 / GROUPS;  // 16 KiB, beside which a first cache has room for a tile's inputs
 constexpr int64_t MANY_TILES = 8;
 constexpr int64_t ROWS_AT_ONCE = 32 * ROWS;
 constexpr int64_t AHEAD = 8192 / sizeof(Line);  // lines that are asked for before they are used
 constexpr int64_t ALONE = 2048;                 // lines times rows that are not worth waking another thread for
 constexpr int64_t TASK = 16384;                 // lines that a task has at most, where there are many
+
+// Whether weights are widened, and inputs before them: tiles of M rows, [step][IN_WORD][M] floats each. Where there are
+// instructions for a word, inputs stay as they are.
+template <class T>
+#if defined(__AVX512BF16__)
+constexpr bool TILED = false;
+#elif defined(__AVX512F__)
+constexpr bool TILED = sizeof(T) == 2;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool TILED = sizeof(T) == 4;
+#else
+constexpr bool TILED = true;
+#endif
+template <class T>
+constexpr int64_t WIDENING = sizeof(float) / sizeof(T);
+constexpr int64_t TILED_BYTES = 16 << 20;   // of inputs that are widened at once
+constexpr int64_t CACHED_BYTES = 384 << 10;  // of them, that every panel in turn is multiplied with
 
 inline uint32_t word_at(const char* x) {
     uint32_t word;
@@ -35,48 +56,41 @@ inline uint32_t word_at(const char* x) {
     return word;
 }
 
+// What each output's weight of a word's first or second input is.
 template <class T>
-f32x16 multiply_add(f32x16 sum, uint32_t word, const Line& line);
-
-template <>
-inline f32x16 multiply_add<float>(f32x16 sum, uint32_t word, const Line& line) {
-    float x;
-    std::memcpy(&x, &word, 4);
-    return fma(splat(x), load(reinterpret_cast<const float*>(line.words)), sum);
+PENSTOCK_INLINE f32x16 weights_of(const Line& line, int input) {
+    const f32x16 words = get<f32x16>(line.words);
+    if constexpr (sizeof(T) == 4) return words;
+    return input ? second_of_two(words) : first_of_two(words);
 }
 
-template <>
-inline f32x16 multiply_add<bf16>(f32x16 sum, uint32_t word, const Line& line) {
+template <class T>
+PENSTOCK_INLINE f32x16 multiply_add(f32x16 sum, uint32_t word, const Line& line) {
+    if constexpr (sizeof(T) == 2) {
 #if defined(__AVX512BF16__)
-    const __m512i weights = _mm512_load_si512(line.words);
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)), reinterpret_cast<__m512bh>(weights));
-#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-    // in halves, because gcc 12 fails on the vectors of 64 bytes below
-    const __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32(word << 16));
-    const __m256i high = _mm256_set1_epi32(0xffff0000);
-    const __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(word & 0xffff0000));
-    __m256 sums[2];
-    std::memcpy(sums, &sum, sizeof sums);
-    for (int i = 0; i < 2; i++) {
-        const __m256i weights = _mm256_load_si256(reinterpret_cast<const __m256i*>(line.words) + i);
-        sums[i] = _mm256_fmadd_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(weights, 16)), sums[i]);
-        sums[i] = _mm256_fmadd_ps(odd, _mm256_castsi256_ps(_mm256_and_si256(weights, high)), sums[i]);
-    }
-    std::memcpy(&sum, sums, sizeof sums);
-    return sum;
+        const __m512i weights = _mm512_load_si512(line.words);
+        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)),
+                                reinterpret_cast<__m512bh>(weights));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(__AVX512F__)
+        return dot_bf16(sum, as<f32x16>(splat_i32(word)), get<f32x16>(line.words));
 #else
-    u32x16 weights;
-    std::memcpy(&weights, line.words, sizeof weights);
-    const u32x16 even = u32x16{} + (word << 16), odd = u32x16{} + (word & 0xffff0000);
-    sum = fma(reinterpret_cast<f32x16>(even), reinterpret_cast<f32x16>(weights << 16), sum);
-    return fma(reinterpret_cast<f32x16>(odd), reinterpret_cast<f32x16>(weights & 0xffff0000), sum);
+        const f32x16 x = as<f32x16>(splat_i32(word));
+        sum = fma(first_of_two(x), weights_of<T>(line, 0), sum);
+        return fma(second_of_two(x), weights_of<T>(line, 1), sum);
 #endif
+    } else {
+        float x;
+        std::memcpy(&x, &word, 4);
+        return fma(splat(x), weights_of<T>(line, 0), sum);
+    }
 }
 
-// Adds `steps` words of M rows times G groups to sums [M][PANEL], which begin as zeros if `first`. In each step FETCH
-// lines from `ahead` on are asked for.
+// Adds `steps` words of M rows times G groups to sums [M][PANEL], which begin as zeros if `first`. A group's lines are
+// `apart` from one another. In each step FETCH lines from `ahead` on are asked for. Where inputs are not tiled, those of
+// rows are `stride` bytes apart; where they are, those of the next tile at `then` are asked for.
 template <class T, int M, int G, int FETCH>
-void tile(const char* x, int64_t stride, const Line* lines, int64_t steps, float* sums, bool first, const Line* ahead) {
+void tile(const char* x, int64_t stride, const Line* lines, int64_t apart, int64_t steps, float* sums, bool first,
+          const Line* ahead, const char* then) {
     f32x16 sum[M][G];  // in registers, which needs every loop over it unrolled
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -84,14 +98,32 @@ void tile(const char* x, int64_t stride, const Line* lines, int64_t steps, float
         for (int g = 0; g < G; g++) sum[m][g] = first ? f32x16{} : load(sums + m * PANEL + g * LANES);
     for (int64_t step = 0; step < steps; step++) {
         for (int f = 0; f < FETCH; f++) __builtin_prefetch(ahead + f, 0, 3);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            const uint32_t word = word_at(x + m * stride);
+        if constexpr (TILED<T>) {
+            if constexpr (M > FEW_ROWS) __builtin_prefetch(then, 0, 3);
+            then += Packed<T>::IN_WORD * M * sizeof(float);
+#pragma GCC unroll 2
+            for (int i = 0; i < Packed<T>::IN_WORD; i++) {
+                f32x16 weights[G];
 #pragma GCC unroll 4
-            for (int g = 0; g < G; g++) sum[m][g] = multiply_add<T>(sum[m][g], word, lines[g]);
+                for (int g = 0; g < G; g++) weights[g] = weights_of<T>(lines[g], i);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) {
+                    const f32x16 input = splat(reinterpret_cast<const float*>(x)[i * M + m]);
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; g++) sum[m][g] = fma(input, weights[g], sum[m][g]);
+                }
+            }
+            x += Packed<T>::IN_WORD * M * sizeof(float);
+        } else {
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                const uint32_t word = word_at(x + m * stride);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) sum[m][g] = multiply_add<T>(sum[m][g], word, lines[g]);
+            }
+            x += 4;
         }
-        x += 4;
-        lines += G;
+        lines += WIDE ? G : apart;
         ahead += FETCH;
     }
 #pragma GCC unroll 8
@@ -100,47 +132,58 @@ void tile(const char* x, int64_t stride, const Line* lines, int64_t steps, float
         for (int g = 0; g < G; g++) store(sums + m * PANEL + g * LANES, sum[m][g]);
 }
 
-using Tile = void (*)(const char*, int64_t, const Line*, int64_t, float*, bool, const Line*);
+using Tile = void (*)(const char*, int64_t, const Line*, int64_t, int64_t, float*, bool, const Line*,
+                      const char*);
 
 template <class T, int G, int FETCH>
 Tile tile_of_rows(int rows) {
-    static constexpr Tile TILES[] = {
-        tile<T, 1, G, FETCH>,
-        tile<T, 2, G, FETCH>,
-        tile<T, 3, G, FETCH>,
-#if defined(__AVX512F__)
-        tile<T, 4, G, FETCH>,
-        tile<T, 5, G, FETCH>,
-        tile<T, 6, G, FETCH>,
-#endif
-    };
-    static_assert(sizeof TILES / sizeof *TILES == ROWS);
-    return TILES[rows - 1];
+    if constexpr (WIDE || G == 1) {
+        static constexpr Tile TILES[] = {tile<T, 1, G, FETCH>, tile<T, 2, G, FETCH>, tile<T, 3, G, FETCH>,
+                                         tile<T, 4, G, FETCH>, tile<T, 5, G, FETCH>, tile<T, 6, G, FETCH>};
+        static_assert(sizeof TILES / sizeof *TILES == ROWS);
+        return TILES[rows - 1];
+    } else {
+        static constexpr Tile TILES[] = {tile<T, 1, G, FETCH>, tile<T, 2, G, FETCH>, tile<T, 3, G, FETCH>};
+        return TILES[rows - 1];
+    }
 }
 
-// `fetch` is 0, 1, 2 or `groups`.
+template <class T, int G>
+Tile tile_that_fetches(int rows, int fetch) {
+    switch (fetch) {
+        case 0: return tile_of_rows<T, G, 0>(rows);
+        case 1: return tile_of_rows<T, G, 1>(rows);
+        case 2: return tile_of_rows<T, G, 2>(rows);
+        default: return tile_of_rows<T, G, GROUPS>(rows);
+    }
+}
+
+// How many groups of a panel's a tile of so many rows takes at once.
+int at_once(int rows, int groups) {
+#if defined(__AVX512F__)
+    return rows ? groups : 0;
+#else
+    return rows <= FEW_ROWS ? groups : 1;
+#endif
+}
+
+// `fetch` is 0, 1, 2 or GROUPS, and 0 for some groups of a panel that has fewer.
 template <class T>
 Tile tile_of(int rows, int groups, int fetch) {
-    if (groups == GROUPS) {
-        switch (fetch) {
-            case 0: return tile_of_rows<T, GROUPS, 0>(rows);
-            case 1: return tile_of_rows<T, GROUPS, 1>(rows);
-            case 2: return tile_of_rows<T, GROUPS, 2>(rows);
-            default: return tile_of_rows<T, GROUPS, GROUPS>(rows);
-        }
-    }
+    if (groups == GROUPS) return tile_that_fetches<T, GROUPS>(rows, fetch);
     if constexpr (GROUPS > 2) {
         if (groups == 2) return tile_of_rows<T, 2, 0>(rows);
         if (groups == 3) return tile_of_rows<T, 3, 0>(rows);
+        return tile_of_rows<T, 1, 0>(rows);
     }
-    return tile_of_rows<T, 1, 0>(rows);
+    return tile_that_fetches<T, 1>(rows, fetch);
 }
 
 template <class T, class Out>
 struct Product {
     const Packed<T>& weight;
-    const char* x;
-    int64_t x_stride;  // bytes
+    const char* x;     // as rows, or as tiles (see TILED)
+    int64_t x_stride;  // bytes that a row has, or a tile for each of its rows
     const T* bias;
     Out* out;
     int64_t out_stride;
@@ -182,10 +225,11 @@ struct Product {
         const int64_t steps = weight.steps();
         int64_t groups;
         const Line* lines = weight.group(panel * GROUPS, &groups);
-        const int64_t most = tiles.count == 1            ? steps
-                             : tiles.count == 2          ? FEW_STEPS
-                             : tiles.count < MANY_TILES ? SOME_STEPS
-                                                        : MANY_STEPS;
+        const int64_t most = tiles.count == 1 && at_once(tiles.rows, groups) == groups ? steps
+                             : TILED<T>                                               ? TILED_STEPS
+                             : tiles.count <= 2                                       ? FEW_STEPS
+                             : tiles.count < MANY_TILES                               ? SOME_STEPS
+                                                                                      : MANY_STEPS;
         const int64_t blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
         for (int64_t from = 0; from < steps; from += block) {
             const int64_t count = std::min(block, steps - from);
@@ -195,12 +239,23 @@ struct Product {
                 const auto& part = now.parts[t];
                 const bool stream = now.streams && t == 0;
                 const Line* ahead = stream ? here + AHEAD : next + part.from * count;
-                tile_of<T>(part.rows, groups, stream || ahead < end ? part.lines : 0)(
-                    x + (row + part.first) * x_stride + from * 4, x_stride, here, count, sums + part.first * PANEL,
-                    from == 0, ahead);
+                const int64_t fetch = stream || ahead < end ? part.lines : 0;
+                const char* inputs = inputs_of(row, part, from);
+                const char* then = t + 1 < now.count ? inputs_of(row, now.parts[t + 1], from)
+                                                     : inputs_of(row, now.parts[0], from + count < steps ? from + count : 0);
+                const int together = at_once(part.rows, groups);
+                for (int g = 0; g < groups; g += together)
+                    tile_of<T>(part.rows, together, g == 0 ? fetch : 0)(
+                        inputs, x_stride, here + g, groups, count, sums + part.first * PANEL + g * LANES, from == 0,
+                        ahead, then);
             }
         }
         finish(sums, row, tiles.rows, panel * PANEL);
+    }
+
+    // Of a tile, from a step on.
+    const char* inputs_of(int64_t row, const typename Tiles::Part& part, int64_t step) const {
+        return x + (row + part.first) * x_stride + step * 4 * (TILED<T> ? part.rows * WIDENING<T> : 1);
     }
 
     void finish(const float* sums, int64_t row, int64_t rows, int64_t column) const {
@@ -224,10 +279,92 @@ struct Product {
 
 }  // namespace
 
+namespace {
+
+// Some rows, from the first on, become a tile. Inputs that fill up the last word are zeros.
+template <class T>
+void widen_rows(const T* x, int64_t x_stride, int64_t rows, int64_t ins, int64_t width, float* to) {
+    if (rows == 1) {
+        int64_t d = 0;
+        for (; d + LANES <= ins; d += LANES) store(to + d, load(x + d));
+        for (; d < ins; d++) to[d] = widen(x[d]);
+    } else {
+        for (int64_t r = 0; r < rows; r++) {
+            const T* from = x + r * x_stride;
+            for (int64_t d = 0; d < ins; d++) to[d * rows + r] = widen(from[d]);
+        }
+    }
+    std::fill(to + ins * rows, to + width * rows, 0.0f);
+}
+
+// How rows are shared: in blocks of `block`.
+struct Blocks {
+    int64_t count, block;
+
+    // Of at most so many rows.
+    Blocks(int64_t rows, int64_t most) : count((rows + most - 1) / most) {
+        block = count ? ((rows + count - 1) / count + ROWS - 1) / ROWS * ROWS : 0;
+    }
+};
+
+template <class T, class Out>
+void multiply(const Product<T, Out>& product, int64_t rows, const Blocks& blocks) {
+    const Packed<T>& weight = product.weight;
+    const int64_t panels = (weight.outs + PANEL - 1) / PANEL, lines = weight.steps() * GROUPS;
+    // Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
+    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
+    const int64_t range = (panels + ranges - 1) / ranges;
+    const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks.count / 8));
+    const int64_t chunks = (range + per_task - 1) / per_task;
+    parallel_for(chunks * ranges * blocks.count, [&](int task) {
+        const int64_t row = task / (chunks * ranges) * blocks.block, chunk = task % (chunks * ranges) / ranges;
+        const int64_t from = task % ranges * range, until = std::min(panels, from + range);
+        const int64_t first = from + chunk * per_task, last = std::min(until, first + per_task);
+        if (row < rows && first < last)
+            product(row, std::min(blocks.block, rows - row), first, last, chunk == 0, until);
+    });
+}
+
+template <class T, class Out>
+void multiply_tiled(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
+                    int64_t out_stride) {
+    static thread_local std::vector<float> tiles;
+    const int64_t width = weight.steps() * Packed<T>::IN_WORD;
+    const int64_t cached = CACHED_BYTES / (width * static_cast<int64_t>(sizeof(float))) / ROWS * ROWS;
+    const Blocks blocks(rows, std::clamp<int64_t>(cached, 2 * ROWS, ROWS_AT_ONCE));
+    if (static_cast<int64_t>(tiles.size()) < rows * width) tiles.resize(rows * width);
+    float* to = tiles.data();
+    const int64_t most = blocks.block / ROWS;
+    const auto widen_tile = [&](int64_t task) {
+        const int64_t row = task / most * blocks.block, count = std::min(blocks.block, rows - row), t = task % most;
+        const int64_t parts = (count + ROWS - 1) / ROWS;
+        if (t >= parts) return;
+        const int64_t first = row + count * t / parts, last = row + count * (t + 1) / parts;
+        widen_rows(x + first * x_stride, x_stride, last - first, weight.ins, width, to + first * width);
+    };
+    if (rows <= ROWS)
+        widen_tile(0);
+    else
+        parallel_for(static_cast<int>(blocks.count * most), widen_tile);
+    multiply<T, Out>({weight, reinterpret_cast<const char*>(to), width * static_cast<int64_t>(sizeof(float)), bias, out,
+                      out_stride},
+                     rows, blocks);
+}
+
+}  // namespace
+
 template <class T, class Out>
 void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride) {
-    const int64_t steps = weight.steps(), ins = steps * Packed<T>::IN_WORD;
+    const int64_t ins = weight.steps() * Packed<T>::IN_WORD;
+    if constexpr (TILED<T>) {
+        const int64_t fit = TILED_BYTES / sizeof(float) / ins / ROWS_AT_ONCE * ROWS_AT_ONCE;
+        const int64_t most = std::max<int64_t>(ROWS_AT_ONCE, fit);
+        for (int64_t row = 0; row < rows; row += most)
+            multiply_tiled(weight, x + row * x_stride, x_stride, std::min(most, rows - row), bias,
+                           out + row * out_stride, out_stride);
+        return;
+    }
     std::vector<T> padded;
     if (ins != weight.ins) {  // the last word must not reach into the next row, which may be no number
         padded.resize(rows * ins, T{});
@@ -235,22 +372,9 @@ void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows,
         x = padded.data();
         x_stride = ins;
     }
-    const Product<T, Out> product{
-        weight, reinterpret_cast<const char*>(x), x_stride * static_cast<int64_t>(sizeof(T)), bias, out, out_stride};
-    const int64_t panels = (weight.outs + PANEL - 1) / PANEL, lines = steps * GROUPS;
-    const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    const int64_t block = blocks ? ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS : 0;
-    // Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
-    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
-    const int64_t range = (panels + ranges - 1) / ranges;
-    const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks / 8));
-    const int64_t chunks = (range + per_task - 1) / per_task;
-    parallel_for(chunks * ranges * blocks, [&](int task) {
-        const int64_t row = task / (chunks * ranges) * block, chunk = task % (chunks * ranges) / ranges;
-        const int64_t from = task % ranges * range, until = std::min(panels, from + range);
-        const int64_t first = from + chunk * per_task, last = std::min(until, first + per_task);
-        if (row < rows && first < last) product(row, std::min(block, rows - row), first, last, chunk == 0, until);
-    });
+    multiply<T, Out>({weight, reinterpret_cast<const char*>(x), x_stride * static_cast<int64_t>(sizeof(T)), bias, out,
+                      out_stride},
+                     rows, Blocks(rows, ROWS_AT_ONCE));
 }
 
 template void linear(const Packed<float>&, const float*, int64_t, int64_t, const float*, float*, int64_t);

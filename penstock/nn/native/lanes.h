@@ -7,46 +7,27 @@ namespace penstock {
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// Lane by lane, `a` where `choice` is set and `b` elsewhere.
-inline f32x16 where(i32x16 choice, f32x16 a, f32x16 b) { return choice ? a : b; }
-
-// Where one is a NaN, the second.
-inline f32x16 max(f32x16 a, f32x16 b) {
-#ifdef __AVX512F__
-    return _mm512_max_ps(a, b);
-#else
-    return where(a > b, a, b);
-#endif
-}
-
 // Whether every lane is `most` at most, and none a NaN.
-inline bool below(f32x16 x, float most) {
+PENSTOCK_INLINE bool below(f32x16 x, float most) {
 #ifdef __AVX512F__
     return _mm512_cmp_ps_mask(x, splat(most), _CMP_LE_OQ) == 0xffff;
 #else
-    const i32x16 is = x <= splat(most);
-    bool all = true;
-    for (int i = 0; i < LANES; i++) all &= is[i] != 0;
-    return all;
+    return all(x <= splat(most));
 #endif
 }
 
 // Rounds to the nearest whole number, ties to even; of what is below 2^22.
-inline i32x16 to_whole(f32x16 x) {
-    return reinterpret_cast<i32x16>(x + splat(12582912.0f)) - 0x4b400000;  // the sum has no room for fractions
+PENSTOCK_INLINE i32x16 to_whole(f32x16 x) {
+    return as<i32x16>(x + splat(12582912.0f)) - 0x4b400000;  // the sum has no room for fractions
 }
 
-inline i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-
-template <int DISTANCE>
-inline f32x16 across(f32x16 x) {
-    constexpr int D = DISTANCE;
-    return __builtin_shufflevector(x, x, 0 ^ D, 1 ^ D, 2 ^ D, 3 ^ D, 4 ^ D, 5 ^ D, 6 ^ D, 7 ^ D, 8 ^ D, 9 ^ D, 10 ^ D,
-                                   11 ^ D, 12 ^ D, 13 ^ D, 14 ^ D, 15 ^ D);
+inline i32x16 lane_numbers() {
+    constexpr int32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return get<i32x16>(NUMBERS);
 }
 
 // In every lane, the largest of all.
-inline f32x16 max_lanes(f32x16 x) {
+PENSTOCK_INLINE f32x16 max_lanes(f32x16 x) {
     x = max(x, across<8>(x));
     x = max(x, across<4>(x));
     x = max(x, across<2>(x));
@@ -54,7 +35,7 @@ inline f32x16 max_lanes(f32x16 x) {
 }
 
 // The sum of all, halves first.
-inline float sum_lanes(f32x16 x) {
+PENSTOCK_INLINE float sum_lanes(f32x16 x) {
     x = x + across<8>(x);
     x = x + across<4>(x);
     x = x + across<2>(x);
@@ -64,7 +45,7 @@ inline float sum_lanes(f32x16 x) {
 
 // 2^x for x <= 127, as a polynomial with 1 at 0 has it between whole numbers; 0 below 2^-126. A NaN stays one.
 template <int DEGREE>
-inline f32x16 exp2(f32x16 x, const float (&factors)[DEGREE]) {
+PENSTOCK_INLINE f32x16 exp2(f32x16 x, const float (&factors)[DEGREE]) {
     const f32x16 bounded = max(splat(-200.0f), x);
 #ifdef __AVX512F__
     const f32x16 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -79,15 +60,15 @@ inline f32x16 exp2(f32x16 x, const float (&factors)[DEGREE]) {
 #ifdef __AVX512F__
     return _mm512_scalef_ps(y, whole);
 #else
-    const i32x16 exponent = __builtin_convertvector(max(splat(-127.0f), whole), i32x16);  // 2^-127 becomes 0
-    return y * reinterpret_cast<f32x16>((exponent + 127) << 23);
+    const i32x16 exponent = to_i32(max(splat(-127.0f), whole));  // 2^-127 becomes 0
+    return y * as<f32x16>((exponent + 127) << 23);
 #endif
 }
 
 // Minimax of the relative error: within 1.2e-7 of 2^x, and within 1.1e-4.
-inline f32x16 exp2(f32x16 x) {
+PENSTOCK_INLINE f32x16 exp2(f32x16 x) {
     return exp2(x, {0x1.41fbbcp-13f, 0x1.5f3e52p-10f, 0x1.3b2d4cp-7f, 0x1.c6aee8p-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f});
 }
-inline f32x16 rough_exp2(f32x16 x) { return exp2(x, {0x1.c2a218p-5f, 0x1.f00c4ep-3f, 0x1.62f5fap-1f}); }
+PENSTOCK_INLINE f32x16 rough_exp2(f32x16 x) { return exp2(x, {0x1.c2a218p-5f, 0x1.f00c4ep-3f, 0x1.62f5fap-1f}); }
 
 }  // namespace penstock

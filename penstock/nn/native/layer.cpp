@@ -14,15 +14,20 @@ constexpr bool IS_BF16 = sizeof(T) == 2;
 
 template <class T>
 void project(const Projection& p, const T* x, int64_t rows, T* out) {
-    linear<T, T>({static_cast<const Line*>(p.lines), p.outs, p.ins}, x, p.ins, rows, static_cast<const T*>(p.bias), out,
-                 p.outs);
+    const T* bias = static_cast<const T*>(p.bias);
+    if (p.quantised)
+        linear<T, T>(*p.quantised, x, p.ins, rows, bias, out, p.outs);
+    else
+        linear<T, T>(Packed<T>{static_cast<const Line*>(p.lines), p.outs, p.ins}, x, p.ins, rows, bias, out, p.outs);
 }
 
 template <class T>
 void embed(const Decoder& decoder, const int64_t* tokens, int64_t rows, T* out) {
     const int64_t width = decoder.hidden;
-    if (decoder.embedding_is_packed)
-        gather<T>({static_cast<const Line*>(decoder.embedding), decoder.vocab, width}, tokens, rows, out);
+    if (decoder.quantised_embedding)
+        gather<T>(*decoder.quantised_embedding, tokens, rows, out);
+    else if (decoder.embedding_is_packed)
+        gather<T>(Packed<T>{static_cast<const Line*>(decoder.embedding), decoder.vocab, width}, tokens, rows, out);
     else
         for (int64_t r = 0; r < rows; r++)
             std::memcpy(out + r * width, static_cast<const T*>(decoder.embedding) + tokens[r] * width, width * sizeof(T));

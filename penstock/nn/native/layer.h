@@ -1,16 +1,18 @@
 // All layers of a step, one after the other: the functions that ops call one by one, in the same order.
 #pragma once
 
+#include "quantised.h"
 #include "ranks.h"
 #include "rows.h"
 
 namespace penstock {
 
-// A packed weight (gemm.h), and its bias or null.
+// A packed weight (gemm.h), and its bias or null; or one in few bits, whose bias that is.
 struct Projection {
     const void* lines;
     int64_t outs, ins;
     const void* bias;
+    const Quantised* quantised;  // or null
 };
 
 // Of norms, [width] weights; those of q and k are null where heads are not normed, and post norms where what is computed
@@ -34,6 +36,7 @@ struct Decoder {
     int64_t count;
     const void* embedding;  // [vocab, hidden], or packed
     int64_t vocab, hidden, embedding_is_packed;
+    const Quantised* quantised_embedding;  // or null
     const void* norm;
     int64_t wide_norms;  // all weights of norms are float32
     int64_t activation;  // of gates

@@ -16,15 +16,10 @@ inline f32x16 load_units(const void* from, int64_t count) {
 }
 
 
+#ifdef __AVX512F__
+
 // Rows become columns.
 PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
-#ifndef __AVX512F__
-    float rows[16][LANES], columns[16][LANES];
-    for (int r = 0; r < 16; r++) store(rows[r], a[r]);
-    for (int c = 0; c < LANES; c++)
-        for (int r = 0; r < 16; r++) columns[c][r] = rows[r][c];
-    for (int c = 0; c < 16; c++) a[c] = load(columns[c]);
-#else
     f32x16 b[16];
 #pragma GCC unroll 8
     for (int r = 0; r < 16; r += 2) {
@@ -53,10 +48,7 @@ PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
     }
 #pragma GCC unroll 16
     for (int c = 0; c < 16; c++) a[c] = b[c];
-#endif
 }
-
-typedef int16_t i16x32 __attribute__((vector_size(64)));
 
 // Whole numbers of 8 bits, as they lie in memory, become pairs of 16 bits: 32 of them, or `count` < 32 and zeros.
 PENSTOCK_INLINE i16x32 widen32(const int8_t* from, int64_t count = 32) {
@@ -67,10 +59,7 @@ PENSTOCK_INLINE i16x32 widen32(const int8_t* from, int64_t count = 32) {
 #else
     typedef int8_t i8x32 __attribute__((vector_size(32)));
     i8x32 x{};
-    if (count >= 32)
-        std::memcpy(&x, from, sizeof x);
-    else
-        std::memcpy(&x, from, count);
+    std::memcpy(&x, from, count >= 32 ? 32 : count);
     return __builtin_convertvector(x, i16x32);
 #endif
 }
@@ -82,7 +71,6 @@ inline f32x16 pairs(i16x32 first, i16x32 second) {
         45, 14, 46, 15, 47));
 }
 
-#ifdef __AVX512BF16__
 // (first[i], second[i]) for i < count in N vectors, 0 beyond; a row that is null is 0.
 template <int N>
 PENSTOCK_INLINE void interleave(const bf16* first, const bf16* second, int64_t count, f32x16 (&to)[N]) {
@@ -100,7 +88,6 @@ PENSTOCK_INLINE void interleave(const bf16* first, const bf16* second, int64_t c
                 28, 60, 29, 61, 30, 62, 31, 63));
     }
 }
-#endif
 
 // The same of whole numbers of 8 bits, but that of each two vectors the first gets, of every eight, the first four. That
 // is what instructions do; `in_order` undoes it.
@@ -154,5 +141,92 @@ PENSTOCK_INLINE i32x16 sum_groups(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
     return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
+
+#else
+
+// Rows become columns.
+PENSTOCK_INLINE void transpose(f32x16 (&a)[16]) {
+    constexpr int WIDTH = sizeof(f32xR) / sizeof(float);
+    alignas(64) float rows[16][LANES], columns[16][LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) store(rows[r], a[r]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 16; r += WIDTH)
+#pragma GCC unroll 4
+        for (int c = 0; c < 16; c += WIDTH) {
+            f32xR square[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; i++) square[i] = get<f32xR>(&rows[r + i][c]);
+            transpose(square);
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; i++) put(&columns[c + i][r], square[i]);
+        }
+#pragma GCC unroll 16
+    for (int c = 0; c < 16; c++) a[c] = load(columns[c]);
+}
+
+// Whole numbers of 8 bits, as they lie in memory, become pairs of 16 bits: 32 of them, or `count` < 32 and zeros.
+PENSTOCK_INLINE i16x32 widen32(const int8_t* from, int64_t count = 32) {
+    int8_t padded[32];
+    if (count < 32) {
+        std::memset(padded, 0, sizeof padded);
+        std::memcpy(padded, from, count);
+        from = padded;
+    }
+    return two(widen_i8(from), widen_i8(from + 16));
+}
+
+// (first[i], second[i]) for i < count in N vectors, 0 beyond; a row that is null is 0. Bfloat16 stay as they are.
+template <int N, class E>
+PENSTOCK_INLINE void interleave(const E* first, const E* second, int64_t count, f32x16 (&to)[N]) {
+    using Row = decltype(widen_i8(nullptr));
+    const auto row = [&](const E* from, int64_t at) -> Row {
+        const int64_t left = from == nullptr ? 0 : count - at;
+        if (left <= 0) return Row{};
+        E padded[16] = {};
+        if (left < 16) std::memcpy(padded, from + at, left * sizeof(E));
+        const E* there = left < 16 ? padded : from + at;
+        if constexpr (sizeof(E) == 1)
+            return widen_i8(there);
+        else
+            return get<Row>(there);
+    };
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) to[n] = as<f32x16>(zip(row(first, 16 * n), row(second, 16 * n)));
+}
+
+template <int N>
+PENSTOCK_INLINE void in_order(f32x16 (&)[N]) {}
+
+// In every lane group of four, the sums of four vectors' lanes there.
+PENSTOCK_INLINE i32xR sum_fours(i32xR a, i32xR b, i32xR c, i32xR d) {
+#if defined(__AVX2__)
+    const __m256i x = _mm256_hadd_epi32((__m256i)a, (__m256i)b), y = _mm256_hadd_epi32((__m256i)c, (__m256i)d);
+    return (i32xR)_mm256_hadd_epi32(x, y);
+#else
+    const int32x4_t x = vpaddq_s32((int32x4_t)a, (int32x4_t)b), y = vpaddq_s32((int32x4_t)c, (int32x4_t)d);
+    return (i32xR)vpaddq_s32(x, y);
+#endif
+}
+template <class V>
+PENSTOCK_INLINE Two<V> sum_fours(Two<V> a, Two<V> b, Two<V> c, Two<V> d) {
+    return {sum_fours(a.lo, b.lo, c.lo, d.lo), sum_fours(a.hi, b.hi, c.hi, d.hi)};
+}
+
+// Of four such, each group's sum over a vector's groups: what 16 vectors' lanes come to, in the order of the vectors.
+PENSTOCK_INLINE i32x16 sum_groups(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+    const auto x = a.lo + a.hi, y = b.lo + b.hi, z = c.lo + c.hi, w = d.lo + d.hi;
+#if defined(__AVX2__)
+    const auto fold = [](i32xR x, i32xR y) {
+        return (i32xR)_mm256_permute2x128_si256((__m256i)x, (__m256i)y, 0x20) +
+               (i32xR)_mm256_permute2x128_si256((__m256i)x, (__m256i)y, 0x31);
+    };
+    return two(fold(x, y), fold(z, w));
+#else
+    return two(two(x.lo + x.hi, y.lo + y.hi), two(z.lo + z.hi, w.lo + w.hi));
+#endif
+}
+
+#endif
 
 }  // namespace penstock

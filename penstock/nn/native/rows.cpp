@@ -189,9 +189,9 @@ float quantise(const E* from, int8_t* to, int64_t dim) {
     const float largest = max_lanes(most)[0];
     const f32x16 inverse = splat(largest < 1e-30f ? 0.0f : 127.0f / largest);
     each_sixteen(dim, [&](int64_t d, auto get, auto) {
-        typedef int8_t i8x16 __attribute__((vector_size(16)));
-        const i8x16 values = __builtin_convertvector(to_whole(get(from + d) * inverse), i8x16);
-        std::memcpy(to + d, &values, std::min<int64_t>(LANES, dim - d));
+        int8_t values[LANES];
+        store_i8(values, to_whole(get(from + d) * inverse));
+        std::memcpy(to + d, values, std::min<int64_t>(LANES, dim - d));
     });
     return largest / 127.0f + sum_lanes(nothing);
 }

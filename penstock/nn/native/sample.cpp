@@ -16,16 +16,6 @@ namespace {
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t MANY = 1 << 15;  // logits that are worth waking a thread for
 
-unsigned bits_of(i32x16 choice) {
-#ifdef __AVX512F__
-    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(choice));
-#else
-    unsigned bits = 0;
-    for (int i = 0; i < 16; i++) bits |= (choice[i] & 1u) << i;
-    return bits;
-#endif
-}
-
 // f(first id, 16 logits times `scale`, lanes that there are) over a row. Lanes that are not there hold -inf.
 template <class F>
 inline void each_sixteen(const float* row, int64_t vocab, float scale, F&& f) {
@@ -105,7 +95,7 @@ class Weights {
             int32_t buckets[LANES];
             store(weights, exp2((x - splat(most)) * splat(LOG2_E)));
             const i32x16 which = bucket(x, most);
-            std::memcpy(buckets, &which, sizeof which);
+            put(buckets, which);
             if (in == 0xffffu)
                 for (int i = 0; i < LANES; i++) sums_[buckets[i] * COPIES + i % COPIES] += weights[i];
             else
@@ -138,7 +128,7 @@ class Weights {
    private:
     static i32x16 bucket(f32x16 x, float most) {
         const f32x16 far = max((splat(most) - x) * splat(EACH), splat(0.0f));
-        return __builtin_convertvector(where(far < splat(BUCKETS - 1), far, splat(BUCKETS - 1)), i32x16);
+        return to_i32(where(far < splat(BUCKETS - 1), far, splat(BUCKETS - 1)));
     }
 
     double of(int b) const {
@@ -178,15 +168,12 @@ int64_t race(const float* row, int64_t vocab, float scale, const Candidate& last
         unsigned in = bits_of(x >= splat(last.value)) & there;
         if (!in) return;
         const uint64_t base = static_cast<uint64_t>(key) + static_cast<uint64_t>(id) * GOLDEN;
-        union {
-            u32x8 half[2];
-            u32x16 whole;
-        } drawn;
-        drawn.half[0] = __builtin_convertvector(mixed(base + step), u32x8);
-        drawn.half[1] = __builtin_convertvector(mixed(base + 8 * GOLDEN + step), u32x8);
-        const i32x16 bits = reinterpret_cast<i32x16>(__builtin_convertvector(drawn.whole, f32x16));
+        u32x8 drawn[2];
+        drawn[0] = __builtin_convertvector(mixed(base + step), u32x8);
+        drawn[1] = __builtin_convertvector(mixed(base + 8 * GOLDEN + step), u32x8);
+        const i32x16 bits = as<i32x16>(to_f32(get<u32x16>(drawn)));
         constexpr float LN_2 = 0.69314718f;
-        const f32x16 most = splat(159 * LN_2 + 1e-3f) - __builtin_convertvector(bits, f32x16) * splat(LN_2 * 0x1p-23f);
+        const f32x16 most = splat(159 * LN_2 + 1e-3f) - to_f32(bits) * splat(LN_2 * 0x1p-23f);
         in &= bits_of(x + most >= splat(best));
         each_bit(in, id, x, [&](int64_t token, float value) {
             if (value == last.value && token > last.id) return;

@@ -14,7 +14,9 @@ from penstock.nn.ops.choose import choose, choose_among, choose_candidates, choo
 from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
 from penstock.nn.ops.mask_logits import mask_logits
+from penstock.nn.ops.packed_quantised_linear import packed_quantised_linear, packed_quantised_rows
 from penstock.nn.ops.qkv_to_cache import qkv_to_cache
+from penstock.nn.ops.quantised_linear import quantised_linear, quantised_rows
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
 from penstock.nn.ops.rotary import rotary
 from penstock.nn.ops.sample import Draw, argmax, gumbel_noise, row_key, sample
@@ -39,8 +41,12 @@ __all__ = [
     "linear",
     "mask_logits",
     "packed_linear",
+    "packed_quantised_linear",
+    "packed_quantised_rows",
     "packed_rows",
     "qkv_to_cache",
+    "quantised_linear",
+    "quantised_rows",
     "rms_norm",
     "rotary",
     "row_key",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.nn.bounded_logits import BoundedLogits, missing
-from penstock.nn.native import SUFFIX, function
+from penstock.nn.bounded_logits import BoundedLogits
+from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
 from penstock.nn.ops.linear import packed_linear
 from penstock.nn.ops.mask_logits import mask_logits

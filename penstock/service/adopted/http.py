@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.sampling import ALL_LOGPROBS
 from penstock.service.adopted.vllm import Dropped, Piece, Rejected, ServerLoad, read_chunk, read_metrics
 
 ANSWERS_WITHIN = 5.0  # seconds; but for completions
@@ -87,7 +88,7 @@ class VllmServer:
 
         Raises Rejected, Dropped; Unavailable when the server cannot be reached, or breaks off.
         """
-        wanted = body.get("logprobs")
+        wanted = ALL_LOGPROBS if "logprob_token_ids" in body else body.get("logprobs")
         try:
             async with self._session.post(f"{self.url}/v1/completions", json=body) as response:
                 if response.status != 200:

@@ -94,6 +94,8 @@ def body_of(request: Request, model: str, *, priorities: bool) -> dict[str, Any]
         body["allowed_token_ids"] = list(params.allowed_token_ids)
     if params.logprobs is not None:
         body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
+    if params.logprob_token_ids is not None:
+        body["logprob_token_ids"] = list(params.logprob_token_ids)
     if params.structured_outputs is not None:
         body["structured_outputs"] = _form(params.structured_outputs)
     if request.cache_salt:

@@ -1,0 +1,819 @@
+#include "quantised.h"
+
+#include <cmath>
+#include <vector>
+
+#include "lanes.h"
+#include "pool.h"
+
+namespace penstock {
+namespace {
+
+constexpr int GROUPS_AT_ONCE = QUANTISED_GROUPS;
+static_assert(GROUPS_AT_ONCE == 1 || GROUPS_AT_ONCE == 4);
+constexpr int PANEL = GROUPS_AT_ONCE * LANES;
+constexpr int MOST_ROWS = 6;                          // of a tile
+constexpr int64_t ROWS_AT_ONCE = 32 * MOST_ROWS;
+constexpr int64_t AHEAD = 8192 / sizeof(Line);        // lines that are asked for before they are used
+constexpr int64_t ALONE = 2048;                       // lines times rows that are not worth waking another thread for
+constexpr int64_t TASK = 8192;                        // lines that a task has at most, where there are many
+constexpr int64_t VALUES = 1 << 14;                   // that are worth waking another thread for
+
+// --- what codes lie like
+
+// Inputs whose codes lie together, and the lines of 16 outputs that they fill. They become lines of bytes, four inputs
+// of each output, or of e4m3 the first and third, then the second and fourth.
+template <int BITS>
+struct Chunk {
+    static constexpr int INS = BITS == 3 ? 32 : BITS == 0 ? 4 : 32 / BITS;
+    static constexpr int LINES = BITS == 3 ? 3 : 1;
+};
+
+// f(Chunk) of some bits.
+template <class F>
+auto with_bits(int64_t bits, F&& f) {
+    switch (bits) {
+        case 2: return f(std::integral_constant<int, 2>{});
+        case 3: return f(std::integral_constant<int, 3>{});
+        case 4: return f(std::integral_constant<int, 4>{});
+        case 8: return f(std::integral_constant<int, 8>{});
+        default: return f(std::integral_constant<int, 0>{});
+    }
+}
+
+PENSTOCK_INLINE u32x16 load_line(const Line& line) { return get<u32x16>(line.words); }
+
+// Bytes number `i` of what a chunk becomes.
+template <int BITS>
+PENSTOCK_INLINE u32x16 bytes_of(const u32x16 (&lines)[Chunk<BITS>::LINES], int i) {
+    if constexpr (BITS == 4) return lines[0] >> (4 * i) & 0x0f0f0f0f;
+    if constexpr (BITS == 2) return lines[0] >> (2 * i) & 0x03030303;
+    if constexpr (BITS == 3) return (lines[i / 4] >> (i % 4 * 2) & 0x03030303) | (lines[2] >> i & 0x01010101) << 2;
+    return lines[0];
+}
+
+// The words of one output in a chunk's lines; codes are bytes, INS of them.
+template <int BITS>
+void encode(const uint8_t* codes, uint32_t (&words)[Chunk<BITS>::LINES]) {
+    const auto word = [&](int i) {
+        uint32_t bytes;
+        std::memcpy(&bytes, codes + 4 * i, 4);
+        return bytes;
+    };
+    if constexpr (BITS == 0) {
+        words[0] = codes[0] | codes[2] << 8 | codes[1] << 16 | static_cast<uint32_t>(codes[3]) << 24;
+    } else if constexpr (BITS == 3) {
+        words[0] = words[1] = words[2] = 0;
+        for (int i = 0; i < 8; i++) {
+            words[i / 4] |= (word(i) & 0x03030303) << (i % 4 * 2);
+            words[2] |= (word(i) >> 2 & 0x01010101) << i;
+        }
+    } else {
+        words[0] = 0;
+        for (int i = 0; i < 8 / BITS; i++) words[0] |= word(i) << (BITS * i);
+    }
+}
+
+template <int BITS>
+void decode(const uint32_t (&words)[Chunk<BITS>::LINES], uint8_t* codes) {
+    u32x16 lines[Chunk<BITS>::LINES];
+    for (int l = 0; l < Chunk<BITS>::LINES; l++) lines[l] = as<u32x16>(splat_i32(static_cast<int32_t>(words[l])));
+    for (int i = 0; i < Chunk<BITS>::INS / 4; i++) {
+        const uint32_t bytes = bytes_of<BITS>(lines, i)[0];
+        std::memcpy(codes + 4 * i, &bytes, 4);
+    }
+    if constexpr (BITS == 0) std::swap(codes[1], codes[2]);
+}
+
+// How many lines of 16 outputs what lies in.
+struct Layout {
+    int64_t chunk_ins, chunk_lines;
+    int64_t head;  // bytes of scales and zeros of a group of inputs
+
+    explicit Layout(const Quantised& weight)
+        : head(LANES * (1 + (weight.has_zeros != 0)) * (weight.scales == FLOAT32 ? 4 : 2)) {
+        with_bits(weight.bits, [&](auto bits) {
+            chunk_ins = Chunk<bits>::INS;
+            chunk_lines = Chunk<bits>::LINES;
+        });
+    }
+};
+
+// Up to RUN inputs of one group, from the weight's `first` on; of 16 outputs, how many lines of codes come before it and
+// before its group, and how many chunks it is; of a row, the words that come before.
+struct Run {
+    int64_t first, count, group, lines, lines_of_group, chunks, word;
+};
+
+// All of a weight's, and how many groups, lines of codes and words of a row they have together.
+struct Runs {
+    std::vector<Run> all;
+    int64_t groups = 0, lines = 0, words = 0;
+
+    void divide(const Quantised& weight, const Layout& layout, int64_t words_of_chunk) {
+        all.clear();
+        groups = lines = words = 0;
+        for (int64_t begin = 0; begin < weight.ins; begin += weight.width(), groups++) {
+            const int64_t end = std::min(weight.ins, begin + weight.width()), before = lines;
+            for (int64_t first = begin; first < end; first += RUN) {
+                const int64_t count = std::min(RUN, end - first), chunks = (count + layout.chunk_ins - 1) / layout.chunk_ins;
+                all.push_back({first, count, groups, lines, before, chunks, words});
+                lines += chunks * layout.chunk_lines;
+                words += chunks * words_of_chunk;
+            }
+        }
+    }
+};
+
+// `apart` groups of 16 outputs, which share lines.
+struct Panel {
+    const Line* lines;
+    int64_t apart, heads;  // heads: lines of scales and zeros of a group of inputs
+
+    Panel(const Quantised& weight, const Layout& layout, const Runs& runs, int64_t panel)
+        : lines(weight.lines + panel * lines_of(layout, runs, GROUPS_AT_ONCE)),
+          apart(std::min<int64_t>(GROUPS_AT_ONCE, weight.groups() - panel * GROUPS_AT_ONCE)),
+          heads(heads_of(layout, apart)) {}
+
+    static int64_t heads_of(const Layout& layout, int64_t apart) { return (apart * layout.head + 63) / 64; }
+    static int64_t lines_of(const Layout& layout, const Runs& runs, int64_t apart) {
+        return heads_of(layout, apart) * runs.groups + apart * runs.lines;
+    }
+
+    // [apart][16] scales, and as many zeros behind them.
+    const char* head(const Run& run) const {
+        return reinterpret_cast<const char*>(lines + heads * run.group + apart * run.lines_of_group);
+    }
+    const Line* codes(const Run& run) const { return lines + heads * (run.group + 1) + apart * run.lines; }
+};
+
+// 16 scales or zeros.
+PENSTOCK_INLINE f32x16 load_scales(const Quantised& weight, const char* from) {
+    if (weight.scales == FLOAT32) return load(reinterpret_cast<const float*>(from));
+    if (weight.scales == BFLOAT16) return load(reinterpret_cast<const bf16*>(from));
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+    return two<f32xR>(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
+#else
+    const u32x16 bits = widen_u16(get<u16x16>(from)), size = bits & 0x7fff;
+    const f32x16 small = to_f32(size) * splat(0x1p-24f), normal = as<f32x16>((size << 13) + (112u << 23));
+    const f32x16 value = where(as<i32x16>(size) < 0x400, small, normal);
+    return as<f32x16>(as<u32x16>(value) | (bits & 0x8000) << 16);
+#endif
+}
+
+// --- what a step of a sum multiplies: of each output, and of a row, some inputs
+
+PENSTOCK_INLINE u32x16 splat_word(uint32_t word) { return as<u32x16>(splat_i32(static_cast<int32_t>(word))); }
+
+// Four codes, which are bytes, with four whole numbers of 8 bits.
+#if defined(__AVX512VNNI__)
+struct Whole {
+    using Sum = i32x16;  // not __m512i, between which and this gcc 12 moves registers
+    using Factor = u32x16;
+    static constexpr int INS = 4, ROWS = 6, WORDS = 1;
+    static constexpr bool WHOLE = true;
+    static Factor factor(u32x16 line) { return line; }
+    static Sum add(Sum sum, Factor codes, const uint32_t* x) {
+        return as<Sum>(_mm512_dpbusd_epi32(as<__m512i>(sum), as<__m512i>(codes), as<__m512i>(splat_word(*x))));
+    }
+};
+using Small = Whole;
+#else
+// Both are widened: of a row the first and third of four, then the second and fourth.
+struct Whole {
+    using Sum = i32x16;
+    struct Factor {
+        i16x32 even, odd;
+    };
+    static constexpr int INS = 4, ROWS = 4, WORDS = 2;
+    static constexpr bool WHOLE = true;
+    static Factor factor(u32x16 line) { return {as<i16x32>(line & 0x00ff00ff), as<i16x32>(line >> 8 & 0x00ff00ff)}; }
+    static Sum add(Sum sum, const Factor& codes, const uint32_t* x) {
+        return dot_i16(dot_i16(sum, codes.even, as<i16x32>(splat_word(x[0]))), codes.odd, as<i16x32>(splat_word(x[1])));
+    }
+};
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX512BW__)
+PENSTOCK_INLINE i16x32 dot_u8(u32x16 codes, u32x16 x) {
+    return as<i16x32>(_mm512_maddubs_epi16(as<__m512i>(codes), as<__m512i>(x)));
+}
+#else
+PENSTOCK_INLINE i16x32 dot_u8(u32x16 codes, u32x16 x) {
+    return two((i16xR)_mm256_maddubs_epi16((__m256i)codes.lo, (__m256i)x.lo),
+               (i16xR)_mm256_maddubs_epi16((__m256i)codes.hi, (__m256i)x.hi));
+}
+#endif
+// Of codes below 16 the sum of two products has room in 16 bits.
+struct Small {
+    using Sum = i32x16;
+    using Factor = u32x16;
+    static constexpr int INS = 4, ROWS = 4, WORDS = 1;
+    static constexpr bool WHOLE = true;
+    static Factor factor(u32x16 line) { return line; }
+    static Sum add(Sum sum, Factor codes, const uint32_t* x) {
+        return dot_i16(sum, dot_u8(codes, splat_word(*x)), as<i16x32>(splat_i32(0x00010001)));
+    }
+};
+#else
+using Small = Whole;
+#endif
+#endif
+
+#if defined(__AVX512BF16__)
+// Two bf16.
+struct Pairs {
+    using Sum = f32x16;
+    using Factor = u32x16;
+    static constexpr int INS = 2, ROWS = 6, WORDS = 1;
+    static constexpr bool WHOLE = false;
+    static Factor factor(u32x16 line) { return line; }
+    static Sum add(Sum sum, Factor weights, const uint32_t* x) {
+        return _mm512_dpbf16_ps(sum, as<__m512bh>(splat_word(*x)), as<__m512bh>(weights));
+    }
+};
+#endif
+
+// One float32.
+struct Floats {
+    using Sum = f32x16;
+    using Factor = f32x16;
+    static constexpr int INS = 1, ROWS = QUANTISED_GROUPS > 1 ? 6 : 4, WORDS = 1;
+    static constexpr bool WHOLE = false;
+    static Factor factor(u32x16 line) { return as<f32x16>(line); }
+    static Sum add(Sum sum, Factor weights, const uint32_t* x) { return fma(as<f32x16>(splat_word(*x)), weights, sum); }
+};
+
+// What codes of some bits are multiplied as, with rows of T.
+template <int BITS, class T>
+struct KindOf {
+    using Type = Small;
+};
+template <class T>
+struct KindOf<8, T> {
+    using Type = Whole;
+};
+template <class T>
+struct KindOf<0, T> {
+    using Type = Floats;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct KindOf<0, bf16> {
+    using Type = Pairs;
+};
+#endif
+
+// --- floats of 8 bits: a sign, four bits of an exponent that 7 is subtracted from, three of a fraction
+
+inline float widen_e4m3(uint8_t code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float value = exponent ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
+                                 : std::ldexp(static_cast<float>(fraction), -9);
+    return code & 128 ? -value : value;
+}
+
+// As the first or the second half of the words of a line of codes, in the upper byte of 16 bits, to what is multiplied.
+#if defined(__AVX512BF16__)
+PENSTOCK_INLINE __m512i to_bf16(__m512i codes) {
+    alignas(64) static const uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f00));
+    const __m512i normal = _mm512_add_epi16(_mm512_srli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    const __mmask32 small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x0800));
+    const __m512i value = _mm512_mask_permutexvar_epi16(normal, small, _mm512_srli_epi16(size, 8), _mm512_load_si512(SMALL));
+    return _mm512_or_si512(value, _mm512_and_si512(codes, _mm512_set1_epi16(-0x8000)));
+}
+#endif
+
+// Codes number `i` of each word's four, as float32.
+PENSTOCK_INLINE f32x16 to_floats(u32x16 codes, int i) {
+    const int at = i == 1 ? 16 : i == 2 ? 8 : 8 * i;
+    const u32x16 size = codes >> at & 127, sign = (codes >> at & 128) << 24;
+    const f32x16 small = to_f32(as<i32x16>(size)) * splat(0x1p-9f), normal = as<f32x16>((size << 20) + (120u << 23));
+    return as<f32x16>(as<u32x16>(where(as<i32x16>(size) < 8, small, normal)) | sign);
+}
+
+// --- rows, ready to be multiplied
+
+struct Inputs {
+    Runs runs;
+    std::vector<uint32_t> words;   // [rows][words of runs]
+    std::vector<float> factors;    // [rows][runs], of whole numbers
+    std::vector<int32_t> sums;     // the same, of what is multiplied with codes
+};
+
+// Whole numbers from -127 to 127, and zeros up to whole vectors; returns what they are multiplied by, which is no number
+// where one of the values is none.
+template <class T>
+float quantise(const T* x, int64_t count, int8_t* to, int32_t* sum) {
+    f32x16 values[RUN / LANES], most{}, nothing{};
+    const int64_t vectors = (count + LANES - 1) / LANES;
+    for (int64_t v = 0; v < vectors; v++) {
+        const int64_t rest = count - v * LANES;
+        values[v] = rest >= LANES ? load(x + v * LANES) : load(x + v * LANES, static_cast<int>(rest));
+        most = max(most, max(values[v], -values[v]));
+        nothing = fma(values[v], f32x16{}, nothing);
+    }
+    const float largest = max_lanes(most)[0];
+    const f32x16 inverse = splat(largest < 1e-30f ? 0.0f : 127.0f / largest);
+    i32x16 total{};
+    for (int64_t v = 0; v < vectors; v++) {
+        const i32x16 whole = to_whole(values[v] * inverse);
+        store_i8(to + v * LANES, whole);
+        total += whole;
+    }
+    *sum = 0;
+    for (int i = 0; i < LANES; i++) *sum += total[i];
+    return largest / 127.0f + sum_lanes(nothing);
+}
+
+// One run of a row to `words`, as many as its chunks have room for, which are zeros.
+template <class Kind, class T>
+void prepare(const T* x, const Run& run, uint32_t* words, float* factor, int32_t* sum) {
+    if constexpr (Kind::WHOLE) {
+        int8_t bytes[RUN + 4];
+        *factor = quantise(x, run.count, bytes, sum);
+        if constexpr (Kind::WORDS == 1) {
+            std::memcpy(words, bytes, run.count);
+        } else {
+            std::memset(bytes + run.count, 0, 4);
+            for (int64_t i = 0; i < run.count; i += 4) {
+                const int16_t halves[4] = {bytes[i], bytes[i + 2], bytes[i + 1], bytes[i + 3]};
+                std::memcpy(words + i / 2, halves, sizeof halves);
+            }
+        }
+    } else if constexpr (Kind::INS == 2) {
+        std::memcpy(words, x, run.count * sizeof(T));
+    } else {
+        for (int64_t i = 0; i < run.count; i++) {
+            const float value = widen(x[i]);
+            std::memcpy(words + i, &value, 4);
+        }
+    }
+}
+
+template <class Kind, class T>
+void prepare_row(const Quantised& weight, const T* x, int64_t row, Inputs& inputs) {
+    const int64_t runs = inputs.runs.all.size();
+    uint32_t* words = &inputs.words[row * inputs.runs.words];
+    T ordered[RUN];
+    for (int64_t p = 0; p < runs; p++) {
+        const Run& run = inputs.runs.all[p];
+        const T* from = x + run.first;
+        if (weight.order) {
+            for (int64_t i = 0; i < run.count; i++) ordered[i] = x[weight.order[run.first + i]];
+            from = ordered;
+        }
+        prepare<Kind>(from, run, words + run.word, &inputs.factors[row * runs + p], &inputs.sums[row * runs + p]);
+    }
+}
+
+template <class Kind, class T>
+void prepare_rows(const Quantised& weight, const Layout& layout, const T* x, int64_t x_stride, int64_t rows, Inputs& inputs) {
+    inputs.runs.divide(weight, layout, layout.chunk_ins / Kind::INS * Kind::WORDS);
+    const int64_t runs = inputs.runs.all.size();
+    inputs.words.assign(rows * inputs.runs.words, 0);
+    inputs.factors.resize(rows * runs);
+    inputs.sums.resize(rows * runs);
+    const int64_t together = std::max<int64_t>(1, VALUES / weight.ins);
+    parallel_for(static_cast<int>((rows + together - 1) / together), [&](int task) {
+        const int64_t end = std::min(rows, (task + 1) * together);
+        for (int64_t row = task * together; row < end; row++) prepare_row<Kind>(weight, x + row * x_stride, row, inputs);
+    });
+}
+
+// --- products
+
+// What BITS become when they are multiplied: step `i` of a chunk.
+template <int BITS, class Kind>
+PENSTOCK_INLINE u32x16 widened(const u32x16 (&lines)[Chunk<BITS>::LINES], int i) {
+    if constexpr (Kind::WHOLE) {
+        return bytes_of<BITS>(lines, i);
+#if defined(__AVX512BF16__)
+    } else if constexpr (Kind::INS == 2) {
+        const __m512i codes = as<__m512i>(lines[0]);
+        return as<u32x16>(to_bf16(i ? codes : _mm512_slli_epi16(codes, 8)));
+#endif
+    } else {
+        return as<u32x16>(to_floats(lines[0], i));
+    }
+}
+
+constexpr int READY = -1;  // instead of bits: lines are what is multiplied
+
+// How many lines a tile reads at once of 16 outputs, and how many steps they are.
+template <int BITS, class Kind>
+struct Reads {
+    static constexpr int LINES = Chunk<BITS>::LINES, STEPS = Chunk<BITS>::INS / Kind::INS;
+};
+template <class Kind>
+struct Reads<READY, Kind> {
+    static constexpr int LINES = 1, STEPS = 1;
+};
+
+// What a tile does with a run: rows, whose words, factors and sums are `stride` and `runs` apart, and G groups of 16
+// outputs.
+struct Work {
+    const uint32_t* words;
+    int64_t stride;
+    const float* factors;
+    const int32_t* sums;
+    int64_t runs;
+    const Line* lines;
+    const float *scales, *zeros;  // [G][16]; zeros may be null
+    int64_t reads, zero;
+    float* totals;  // [rows][PANEL]
+    bool first;     // they begin as 0
+    const Line* ahead;
+    int64_t fetch;  // of lines from `ahead` on, in each read
+};
+
+// A sum over a run becomes part of a total.
+template <class Kind>
+PENSTOCK_INLINE void add_up(const Work& work, const typename Kind::Sum& sum, int m, int g) {
+    f32x16 scale = load(work.scales + g * LANES), value;
+    if constexpr (Kind::WHOLE) {
+        value = to_f32(sum);
+        if (work.zeros) value = fma(-load(work.zeros + g * LANES), splat(static_cast<float>(work.sums[m * work.runs])), value);
+        scale *= splat(work.factors[m * work.runs]);
+    } else {
+        value = sum;
+    }
+    float* total = work.totals + m * PANEL + g * LANES;
+    store(total, fma(value, scale, work.first ? f32x16{} : load(total)));
+}
+
+template <class Sum>
+PENSTOCK_INLINE Sum beginning(int32_t start) {
+    if constexpr (std::is_same_v<Sum, i32x16>)
+        return splat_i32(start);
+    else
+        return Sum{};
+}
+
+template <int BITS, class Kind, int M, int G>
+void tile(const Work& work) {
+    using Read = Reads<BITS, Kind>;
+    typename Kind::Sum sums[M][G];  // in registers, which needs every loop over them unrolled
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+        const int32_t start = Kind::WHOLE ? -static_cast<int32_t>(work.zero) * work.sums[m * work.runs] : 0;
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) sums[m][g] = beginning<typename Kind::Sum>(start);
+    }
+    const Line *lines = work.lines, *ahead = work.ahead;
+    const uint32_t* words = work.words;
+    for (int64_t read = 0; read < work.reads; read++) {
+        for (int64_t f = 0; f < work.fetch; f++) __builtin_prefetch(ahead++, 0, 3);
+        if constexpr (BITS == READY) {
+            typename Kind::Factor factors[G];
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) factors[g] = Kind::factor(load_line(lines[g]));
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) sums[m][g] = Kind::add(sums[m][g], factors[g], words + m * work.stride);
+        } else {
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) {
+                u32x16 coded[Read::LINES];
+#pragma GCC unroll 4
+                for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(lines[g * Read::LINES + l]);
+#pragma GCC unroll 8
+                for (int i = 0; i < Read::STEPS; i++) {
+                    const typename Kind::Factor factor = Kind::factor(widened<BITS, Kind>(coded, i));
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++)
+                        sums[m][g] = Kind::add(sums[m][g], factor, words + m * work.stride + i * Kind::WORDS);
+                }
+            }
+        }
+        lines += G * Read::LINES;
+        words += Read::STEPS * Kind::WORDS;
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) add_up<Kind>(work, sums[m][g], m, g);
+}
+
+using Tile = void (*)(const Work&);
+
+template <int BITS, class Kind, int G>
+Tile tile_of_rows(int64_t rows) {
+    if constexpr (Kind::ROWS == 6) {
+        static constexpr Tile TILES[] = {tile<BITS, Kind, 1, G>, tile<BITS, Kind, 2, G>, tile<BITS, Kind, 3, G>,
+                                         tile<BITS, Kind, 4, G>, tile<BITS, Kind, 5, G>, tile<BITS, Kind, 6, G>};
+        return TILES[rows - 1];
+    } else {
+        static constexpr Tile TILES[] = {tile<BITS, Kind, 1, G>, tile<BITS, Kind, 2, G>, tile<BITS, Kind, 3, G>,
+                                         tile<BITS, Kind, 4, G>};
+        static_assert(Kind::ROWS == 4);
+        return TILES[rows - 1];
+    }
+}
+
+template <class Kind>
+Tile tile_of(int64_t rows, int64_t groups) {
+    if constexpr (GROUPS_AT_ONCE > 1) {
+        switch (groups) {
+            case 2: return tile_of_rows<READY, Kind, 2>(rows);
+            case 3: return tile_of_rows<READY, Kind, 3>(rows);
+            case 4: return tile_of_rows<READY, Kind, 4>(rows);
+        }
+    }
+    return tile_of_rows<READY, Kind, 1>(rows);
+}
+
+// Chunks of `apart` groups become lines as tiles want them, [steps][apart].
+template <int BITS, class Kind>
+void unpack(const Line* from, int64_t chunks, int64_t apart, Line* to) {
+    using Read = Reads<BITS, Kind>;
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+        for (int64_t g = 0; g < apart; g++) {
+            u32x16 coded[Read::LINES];
+            for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(*from++);
+            for (int i = 0; i < Read::STEPS; i++)
+                put(to[(chunk * Read::STEPS + i) * apart + g].words, widened<BITS, Kind>(coded, i));
+        }
+}
+
+// Sums of rows over panels, before a bias.
+template <int BITS, class Kind>
+struct Product {
+    static constexpr int ROWS = Kind::ROWS;
+    const Quantised& weight;
+    const Layout& layout;
+    const Inputs& inputs;
+
+    // Rows [row, row + rows), at most ROWS_AT_ONCE, to totals [rows][PANEL].
+    void operator()(int64_t row, int64_t rows, int64_t number, float* totals) const {
+        alignas(64) static thread_local Line unpacked[RUN / Kind::INS * GROUPS_AT_ONCE];
+        const Panel panel(weight, layout, inputs.runs, number);
+        const int64_t runs = inputs.runs.all.size(), width = inputs.runs.words, tiles = (rows + ROWS - 1) / ROWS;
+        float scales[PANEL], zeros[PANEL];
+        for (int64_t r = 0; r < runs; r++) {
+            const Run& run = inputs.runs.all[r];
+            if (run.lines == run.lines_of_group) load_heads(panel, run, scales, zeros);
+            const Line* codes = panel.codes(run);
+            const int64_t lines = run.chunks * layout.chunk_lines * panel.apart;
+            Work work{&inputs.words[row * width + run.word], width, &inputs.factors[row * runs + r], &inputs.sums[row * runs + r],
+                      runs, codes, scales, weight.has_zeros ? zeros : nullptr, run.chunks, weight.zero, totals, r == 0,
+                      codes + AHEAD, 0};
+            if (BITS != 8 && tiles == 1 && panel.apart == GROUPS_AT_ONCE) {  // codes are of use once
+                work.fetch = layout.chunk_lines * GROUPS_AT_ONCE;
+                tile_of_rows<BITS, Kind, GROUPS_AT_ONCE>(rows)(work);
+                continue;
+            }
+            if constexpr (BITS != 8) {
+                unpack<BITS, Kind>(codes, run.chunks, panel.apart, unpacked);
+                work.lines = unpacked;
+                work.reads *= Chunk<BITS>::INS / Kind::INS;
+            }
+            const int64_t fetch = (lines + work.reads - 1) / work.reads;  // in each read, by all tiles
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+                const int64_t from = fetch * t / tiles;
+                Work mine = work;
+                mine.words += first * width;
+                mine.factors += first * runs;
+                mine.sums += first * runs;
+                mine.totals += first * PANEL;
+                mine.ahead += from * work.reads;
+                mine.fetch = fetch * (t + 1) / tiles - from;
+                tile_of<Kind>(count, panel.apart)(mine);
+            }
+        }
+    }
+
+    void load_heads(const Panel& panel, const Run& run, float* scales, float* zeros) const {
+        const int64_t bytes = layout.head / (1 + (weight.has_zeros != 0));  // of 16 of one kind
+        const char* from = panel.head(run);
+        for (int64_t g = 0; g < panel.apart; g++) store(scales + g * LANES, load_scales(weight, from + g * bytes));
+        if (!weight.has_zeros) return;
+        from += panel.apart * bytes;
+        for (int64_t g = 0; g < panel.apart; g++) store(zeros + g * LANES, load_scales(weight, from + g * bytes));
+    }
+};
+
+template <class T, class Out>
+void finish(const float* totals, const T* bias, Out* out, int64_t out_stride, int64_t rows, int64_t columns) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c += LANES) {
+            const int64_t count = std::min<int64_t>(LANES, columns - c);
+            f32x16 sum = load(totals + r * PANEL + c);
+            Out* to = out + r * out_stride + c;
+            if (count == LANES) {
+                if (bias) sum += load(bias + c);
+                store(to, sum);
+            } else {
+                if (bias) sum += load(bias + c, count);
+                store(to, sum, count);
+            }
+        }
+}
+
+// f(row, rows, panel) for all blocks of rows and all panels of so many lines. Tasks take turns between as many ranges of panels as there
+// are threads, so that each of these mostly stays in one.
+template <class F>
+void each_block(const Quantised& weight, int64_t lines, int64_t rows, int64_t multiple, F&& f) {
+    const int64_t panels = (weight.groups() + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const int64_t block = ((rows + blocks - 1) / blocks + multiple - 1) / multiple * multiple;
+    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
+    const int64_t range = (panels + ranges - 1) / ranges;
+    const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks / 8));
+    const int64_t chunks = (range + per_task - 1) / per_task;
+    parallel_for(static_cast<int>(chunks * ranges * blocks), [&](int task) {
+        const int64_t row = task / (chunks * ranges) * block, chunk = task % (chunks * ranges) / ranges;
+        const int64_t from = task % ranges * range, until = std::min(panels, from + range);
+        const int64_t first = from + chunk * per_task, last = std::min(until, first + per_task);
+        if (row < rows)
+            for (int64_t panel = first; panel < last; panel++) f(row, std::min(block, rows - row), panel);
+    });
+}
+
+}  // namespace
+
+template <class T, class Out>
+void linear(const Quantised& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
+            int64_t out_stride) {
+    static thread_local Inputs inputs;  // whose memory is used again
+    if (rows == 0) return;
+    const Layout layout(weight);
+    with_bits(weight.bits, [&](auto bits) {
+        using Kind = typename KindOf<bits, T>::Type;
+        Inputs& mine = inputs;  // other threads have their own
+        prepare_rows<Kind>(weight, layout, x, x_stride, rows, mine);
+        const Product<bits, Kind> product{weight, layout, mine};
+        each_block(weight, Panel::lines_of(layout, mine.runs, GROUPS_AT_ONCE), rows, Kind::ROWS, [&](int64_t row, int64_t count, int64_t panel) {
+            alignas(64) static thread_local float totals[ROWS_AT_ONCE * PANEL];
+            const int64_t column = panel * PANEL;
+            product(row, count, panel, totals);
+            finish(totals, bias ? bias + column : nullptr, out + row * out_stride + column, out_stride, count,
+                   std::min<int64_t>(PANEL, weight.outs - column));
+        });
+    });
+}
+
+template void linear(const Quantised&, const float*, int64_t, int64_t, const float*, float*, int64_t);
+template void linear(const Quantised&, const bf16*, int64_t, int64_t, const bf16*, bf16*, int64_t);
+template void linear(const Quantised&, const bf16*, int64_t, int64_t, const bf16*, float*, int64_t);
+
+namespace {
+
+template <int BITS>
+float value_of(uint8_t code, float scale, float zero) {
+    if constexpr (BITS == 0) return scale * widen_e4m3(code);
+    return scale * (static_cast<float>(code) - zero);
+}
+
+// Where an output is in its panel.
+struct Place {
+    Panel panel;
+    int64_t within;  // of groups of 16
+    int lane;
+    int64_t bytes;  // of 16 scales
+
+    Place(const Quantised& weight, const Layout& layout, const Runs& runs, int64_t output)
+        : panel(weight, layout, runs, output / PANEL),
+          within(output % PANEL / LANES),
+          lane(static_cast<int>(output % LANES)),
+          bytes(layout.head / (1 + (weight.has_zeros != 0))) {}
+
+    // 16 scales (0) or zeros (1).
+    const char* head(const Run& run, int64_t kind) const {
+        return panel.head(run) + (kind * panel.apart + within) * bytes;
+    }
+    // The lines of a chunk: those of bytes alternate, others lie together.
+    const Line* chunk(const Run& run, const Layout& layout, int64_t chunk) const {
+        return panel.codes(run) + (chunk * panel.apart + within) * layout.chunk_lines;
+    }
+};
+
+template <int BITS, class T>
+void dequantise(const Quantised& weight, const Layout& layout, const Runs& runs, int64_t output, T* out) {
+    constexpr int INS = Chunk<BITS>::INS, LINES = Chunk<BITS>::LINES;
+    const Place place(weight, layout, runs, output);
+    for (const Run& run : runs.all) {
+        const float scale = load_scales(weight, place.head(run, 0))[place.lane];
+        const float zero =
+            weight.has_zeros ? load_scales(weight, place.head(run, 1))[place.lane] : static_cast<float>(weight.zero);
+        for (int64_t chunk = 0; chunk < run.chunks; chunk++) {
+            uint32_t words[LINES];
+            uint8_t codes[INS];
+            for (int l = 0; l < LINES; l++) words[l] = place.chunk(run, layout, chunk)[l].words[place.lane];
+            decode<BITS>(words, codes);
+            for (int64_t i = 0; i < std::min<int64_t>(INS, run.count - chunk * INS); i++) {
+                const int64_t input = run.first + chunk * INS + i;
+                const float value = value_of<BITS>(codes[i], scale, zero);
+                T& to = out[weight.order ? weight.order[input] : input];
+                if constexpr (sizeof(T) == 2)
+                    to = narrow(value);
+                else
+                    to = value;
+            }
+        }
+    }
+}
+
+// An output's scales and zeros, [groups of inputs], and its codes, a byte each, [ins] in the weight's order.
+template <int BITS>
+void put(const Quantised& weight, const Layout& layout, const Runs& runs, int64_t output, const uint8_t* codes,
+         const char* scales, const char* zeros) {
+    constexpr int INS = Chunk<BITS>::INS, LINES = Chunk<BITS>::LINES;
+    const Place place(weight, layout, runs, output);
+    const int64_t size = place.bytes / LANES;
+    const auto set = [&](const char* head, const char* from) {
+        std::memcpy(const_cast<char*>(head) + place.lane * size, from, size);
+    };
+    for (const Run& run : runs.all) {
+        set(place.head(run, 0), scales + run.group * size);
+        if (weight.has_zeros) set(place.head(run, 1), zeros + run.group * size);
+        for (int64_t chunk = 0; chunk < run.chunks; chunk++) {
+            uint8_t some[INS] = {};
+            std::memcpy(some, codes + run.first + chunk * INS, std::min<int64_t>(INS, run.count - chunk * INS));
+            uint32_t words[LINES];
+            encode<BITS>(some, words);
+            Line* lines = const_cast<Line*>(place.chunk(run, layout, chunk));
+            for (int l = 0; l < LINES; l++) lines[l].words[place.lane] = words[l];
+        }
+    }
+}
+
+}  // namespace
+
+template <class T>
+void gather(const Quantised& weight, const int64_t* tokens, int64_t count, T* out) {
+    const Layout layout(weight);
+    Runs runs;
+    runs.divide(weight, layout, 0);
+    const int64_t together = std::max<int64_t>(1, VALUES / weight.ins);
+    parallel_for(static_cast<int>((count + together - 1) / together), [&](int task) {
+        for (int64_t i = task * together; i < std::min(count, (task + 1) * together); i++)
+            with_bits(weight.bits,
+                      [&](auto bits) { dequantise<bits>(weight, layout, runs, tokens[i], out + i * weight.ins); });
+    });
+}
+
+template void gather(const Quantised&, const int64_t*, int64_t, float*);
+template void gather(const Quantised&, const int64_t*, int64_t, bf16*);
+
+}  // namespace penstock
+
+extern "C" {
+
+using namespace penstock;
+
+// Groups of a panel.
+int64_t penstock_quantised_groups() { return QUANTISED_GROUPS; }
+
+int64_t penstock_quantised_bytes(const Quantised* weight) {
+    const Layout layout(*weight);
+    Runs runs;
+    runs.divide(*weight, layout, 0);
+    const int64_t whole = weight->groups() / GROUPS_AT_ONCE, rest = weight->groups() % GROUPS_AT_ONCE;
+    const int64_t lines = whole * Panel::lines_of(layout, runs, GROUPS_AT_ONCE) + Panel::lines_of(layout, runs, rest);
+    return lines * static_cast<int64_t>(sizeof(Line));
+}
+
+// Outputs [first, first + count): codes [count, ins], a byte each and in the weight's order; scales and zeros
+// [count, groups of inputs], as they are kept.
+void penstock_quantised_put(const Quantised* weight, int64_t first, int64_t count, const uint8_t* codes, const char* scales,
+                            const char* zeros) {
+    const Layout layout(*weight);
+    Runs runs;
+    runs.divide(*weight, layout, 0);
+    const int64_t panels = first / PANEL, row = runs.groups * (weight->scales == FLOAT32 ? 4 : 2);
+    parallel_for(static_cast<int>((first + count + PANEL - 1) / PANEL - panels), [&](int task) {
+        const int64_t begin = std::max(first, (panels + task) * PANEL);
+        const int64_t end = std::min(first + count, (panels + task + 1) * PANEL);
+        for (int64_t output = begin; output < end; output++) {
+            const int64_t at = output - first;
+            with_bits(weight->bits, [&](auto bits) {
+                put<bits>(*weight, layout, runs, output, codes + at * weight->ins, scales + at * row,
+                          zeros ? zeros + at * row : nullptr);
+            });
+        }
+    });
+}
+
+void penstock_quantised_gather_f32(const Quantised* weight, const int64_t* tokens, int64_t count, float* out) {
+    gather(*weight, tokens, count, out);
+}
+void penstock_quantised_gather_bf16(const Quantised* weight, const int64_t* tokens, int64_t count, bf16* out) {
+    gather(*weight, tokens, count, out);
+}
+
+#define LINEAR(NAME, T, OUT)                                                                                           \
+    void NAME(const Quantised* weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, OUT* out,           \
+              int64_t out_stride) {                                                                                    \
+        linear<T, OUT>(*weight, x, x_stride, rows, bias, out, out_stride);                                             \
+    }
+LINEAR(penstock_quantised_linear_f32, float, float)
+LINEAR(penstock_quantised_linear_bf16, bf16, bf16)
+LINEAR(penstock_quantised_linear_bf16_wide, bf16, float)
+#undef LINEAR
+}
