@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 SOURCES := penstock tests tools examples
 
-.PHONY: serve test test-slow check format clean
+.PHONY: serve test test-slow test-clients check format clean
 
 serve: .venv/.runtime
 	.venv/bin/penstock serve demo $(ARGS)
@@ -15,6 +15,9 @@ test: .venv/.dev
 test-slow: .venv/.dev
 	$(PY) -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(ARGS)
 
+test-clients: .clients/.ready
+	.clients/bin/python -m pytest tests/e2e/clients tests/e2e/test_other_apis.py $(ARGS)
+
 check: .venv/.dev
 	.venv/bin/ruff check $(SOURCES)
 	.venv/bin/ruff format --check $(SOURCES)
@@ -26,7 +29,7 @@ format: .venv/.dev
 	.venv/bin/ruff format $(SOURCES)
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/.runtime: pyproject.toml tools/setup.sh
 	tools/setup.sh bench
@@ -35,3 +38,11 @@ clean:
 .venv/.dev: pyproject.toml tools/setup.sh
 	tools/setup.sh bench,dev
 	@touch .venv/.runtime $@
+
+# beside .venv, and over it: some clients want other versions of what it has
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+.clients/.ready: .venv/.dev pyproject.toml
+	$(PY) -m venv .clients
+	$(PY) $(SITE) > "$$(.clients/bin/python $(SITE))/base.pth"
+	.clients/bin/python -m pip install --quiet --editable ".[clients]"
+	@touch $@

@@ -26,7 +26,7 @@ class Usage(msgspec.Struct):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET  # where --reasoning-parser tells them from others
 
 
 class InputUsage(msgspec.Struct):
@@ -218,15 +218,11 @@ class InputDetails(msgspec.Struct):
     cached_tokens: Count
 
 
-class OutputDetails(msgspec.Struct):
-    reasoning_tokens: Count
-
-
 class ResponseUsage(msgspec.Struct):
     input_tokens: Count
     input_tokens_details: InputDetails
     output_tokens: Count
-    output_tokens_details: OutputDetails
+    output_tokens_details: ReasoningTokens
     total_tokens: Count
 
 

@@ -141,5 +141,12 @@ def shown_batch(batch: Batch) -> dict[str, Any]:
         "error_file_id": batch.error_file_id,
         **{name: getattr(batch, name) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": {
+            "input_tokens": batch.input_tokens,
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+            "output_tokens": batch.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
+            "total_tokens": batch.input_tokens + batch.output_tokens,
+        },
         "metadata": batch.metadata and json.loads(batch.metadata),
     }

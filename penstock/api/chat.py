@@ -12,7 +12,7 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
-from penstock.api.message import MessageReader, plain_message
+from penstock.api.message import MessageReader, plain_message, reasoning_tokens
 from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
 from penstock.api.schema import ChatBody, Prediction, check_token_ids, sampling_params, service_level
 from penstock.api.sse import Shape, send_events, send_whole
@@ -252,9 +252,7 @@ class ChatShape:
     def _used(self, usage: Usage) -> dict[str, Any]:
         """With what of it was reasoning, where that is told from the content."""
         body = usage_body(usage)
-        thoughts = ["".join(reader.thought) for reader in self._readers if reader.thought is not None]
-        if thoughts:
-            count = sum(len(self._tokenizer.encode(thought, False)) for thought in thoughts if thought)
+        if (count := reasoning_tokens(self._tokenizer, self._readers)) is not None:
             body["completion_tokens_details"] = {"reasoning_tokens": count}
         return {"usage": body, **(timing_body(usage) if self._timed else {})}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.text.reasoning import ReasoningParser
+from penstock.text.tokenizer import Tokenizer
 from penstock.text.tools.base import Arguments, Call, Event, ToolParser
 
 Fields = dict[str, Any]
@@ -97,3 +98,9 @@ class MessageReader:
         function = {"name": name, "arguments": ""}
         calls.append({"index": self.calls, "id": call_id, "type": "function", "function": function})
         self.calls += 1
+
+
+def reasoning_tokens(tokenizer: Tokenizer, readers: Sequence[MessageReader]) -> int | None:
+    """How long outputs' reasoning is, in tokens; None where it is part of the content."""
+    thoughts = ["".join(reader.thought) for reader in readers if reader.thought is not None]
+    return sum(len(tokenizer.encode(thought, False)) for thought in thoughts if thought) if thoughts else None

@@ -247,7 +247,7 @@ def _thinking(said: Block | None, effort: Any, thinks: bool) -> Fields:
         raise wrong_value("thinking.type", kind, ", ".join(THINKING))
     if effort not in EFFORTS:
         raise wrong_value("output_config.effort", effort, ", ".join(each for each in EFFORTS if each))
-    budget = (said or {}).get("budget_tokens")
+    budget = whole_number((said or {}).get("budget_tokens"))
     if budget is not None and (type(budget) is not int or budget < 1):
         raise wrong_value("thinking.budget_tokens", budget, "a whole number at least 1")
     if not thinks:

@@ -59,6 +59,8 @@ EVENT = {  # of a stream
         "data": {"type": "string", "description": "a chunk of the answer, in OpenAI's shape; at last [DONE]"}
     },
 }
+EMPTY = {"/ping"}  # what says all in its status
+ELSEWHERE = {"/invocations"}  # takes what other paths take, and is described there
 STREAMS = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
 
 
@@ -81,6 +83,8 @@ def document(
     schemas: dict[str, Any] = {"Error": ERROR, "MessageError": MESSAGE_ERROR, **named}
     paths: dict[str, Any] = {}
     for route in routes:
+        if route.path in ELSEWHERE:
+            continue
         work = route.body is not None and issubclass(route.body, ServedBody)
         answer = answered.get(f"{route.method} {route.path_format}") or answered.get(route.path_format)
         responses = _responses(route, answer, work=work)
@@ -123,4 +127,5 @@ def _responses(route: Route, answer: dict[str, Any] | None, *, work: bool) -> di
     name = "MessageError" if route.errors is messages.error_body else "Error"
     error = {JSON: {"schema": {"$ref": TEMPLATE.format(name=name)}}}
     refused = {str(status): {"description": statuses[status], "content": error} for status in sorted(statuses)}
-    return {"200": {"description": "as asked for", "content": kinds}} | refused
+    content: dict[str, Any] = {} if path in EMPTY else {"content": kinds}
+    return {"200": {"description": "as asked for", **content}} | refused

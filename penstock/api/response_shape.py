@@ -11,7 +11,7 @@ import msgspec
 from penstock.api.chat import Turn
 from penstock.api.errors import error_row
 from penstock.api.logprobs import chat_logprobs
-from penstock.api.message import Fields
+from penstock.api.message import Fields, reasoning_tokens
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import TIERS
 from penstock.api.sse import encode
@@ -182,14 +182,12 @@ class ResponseShape:
         return {"input_messages": raw(self._prompt), "output_messages": raw(self._tokens)}
 
     def _usage(self, usage: Usage) -> Fields:
-        thought = "".join("".join(t) for i, t in zip(self._items, self._texts, strict=True) if i["type"] == "reasoning")
+        readers = [] if self._reader is None else [self._reader]
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": len(self._tokenizer.encode(thought, False)) if thought else 0
-            },
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(self._tokenizer, readers) or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

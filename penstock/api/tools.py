@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.structured_outputs import FIELD, StructuredOutputs
-from penstock.text.tools.base import Parameters, ToolParser
+from penstock.text.tools.base import NUMBER, Parameters, ToolParser
 from penstock.text.tools.forced import NOTHING, NamedCall, RequiredCalls, calls_schema, closed, content_or_call
 
 MAX_TOOLS = 1024
@@ -86,16 +86,19 @@ class ToolUse:
         """Of an output whose calls are the model's own choice; None is any. Raises InvalidRequest.
 
         Args:
-            parser: of the model's own form of calls. Arguments of strict tools are valid where that has a frame.
+            parser: of the model's own form of calls. Arguments of strict tools are valid where that has frames.
             tokens: of its markers that are special tokens.
             content: schema of an output that is no call; None is any text.
         """
-        tag: dict[str, Any] = {"structures": [], "triggers": [], "special": dict(tokens)}
-        for function in self.allowed:
-            if (frame := parser.frame(function.name)) is not None:
+        tag: dict[str, Any] = {"structures": [], "triggers": [], "around": {}, "special": dict(tokens)}
+        tag["patterns"] = {NUMBER: "[0-9]{1,4}"}
+        for frame in parser.frames(tokens):
+            tag["triggers"].append(frame.begin)
+            tag["around"][frame.begin] = [frame.opening, frame.between, frame.closing]
+            for function in self.allowed:
                 schema = closed(function.parameters) if function.strict else {"type": "object"}
-                tag["triggers"] = [frame[0]]
-                tag["structures"].append({"begin": frame[0] + frame[1], "schema": schema, "end": frame[2]})
+                begin = frame.begin + frame.named(function.name)
+                tag["structures"].append({"begin": begin, "schema": schema, "end": frame.tail})
         if content is not None:
             each = [(function.name, function.parameters) for function in self.allowed]
             tag["content"] = content_or_call(content, each) if parser.bare else content

@@ -31,9 +31,11 @@ class StructuredOutputs:
         choice: the output is one of these texts.
         grammar: in Lark's syntax, or in GBNF.
         structural_tag: any text, but where one of its `triggers` comes, one of the `structures` that begin with it has
-            to follow: `begin`, JSON of `schema`, `end`. As an object or as text; kept as text. Of ours are: `content`,
-            a schema that the whole output has instead if it does not begin with a structure; `openings`, with which
-            an output of any form may begin then; and `special`, the tokens of texts that are special tokens.
+            to follow: `begin`, JSON of `schema`, `end`. As an object or as text; kept as text. Of ours are: `around`,
+            of a trigger what follows it at once, what is between two structures or null where there is one, and what
+            comes after them; `content`, a schema that the whole output has instead if it does not begin with a
+            structure; `openings`, with which an output of any form may begin then; `special`, the tokens of texts that
+            are special tokens; and `patterns`, regular expressions that texts stand for.
         disable_any_whitespace: JSON has no space between its parts.
         whitespace_pattern: of JSON: a regular expression of the space that there may be between its parts.
     """
@@ -171,9 +173,18 @@ def _tag_text(given: Any) -> str:
         raise _wrong(f"{kind}.openings", openings, "a list of strings of at least one character")
     if not isinstance(special, dict) or not all(type(token) is int and token >= 0 for token in special.values()):
         raise _wrong(f"{kind}.special", special, "an object of token ids")
+    around, patterns = tag.get("around", {}), tag.get("patterns", {})
+    if not isinstance(around, dict) or not all(_surrounds(each) for each in around.values()):
+        raise _wrong(f"{kind}.around", around, "an object of [text, text or null, text]")
+    if not isinstance(patterns, dict) or not all(isinstance(each, str) for each in patterns.values()):
+        raise _wrong(f"{kind}.patterns", patterns, "an object of regular expressions")
     if not tag["structures"] and not ("content" in tag and openings):
         raise _wrong(f"{kind}.structures", tag["structures"], "a list of at least one structure")
     return text
+
+
+def _surrounds(each: Any) -> bool:
+    return isinstance(each, list) and [*map(type, each)] in ([str, str, str], [str, type(None), str])
 
 
 def _parts(held: dict[str, Any] | list[Any]) -> Iterable[Any]:

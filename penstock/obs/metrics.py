@@ -507,12 +507,30 @@ class Metrics:
             "verdict",
             ("suspected", "refused"),
         )
+        lines = Gauge(
+            PREFIX + "batch_lines",
+            "Lines that are not answered, of batches that this frontend runs",
+            ["model_name", "state"],
+            registry=self.registry,
+        )
+        self._batch_queued, self._batch_running = (lines.labels(model_name, state) for state in ("queued", "running"))
+        self._batch_done = self._counters(
+            "batch_lines_answered", "Lines of batches that were answered", "outcome", ("completed", "failed")
+        )
         self._recorded = self._counters(
             "recorded_requests",
             "Requests that ended while they were to be recorded for a replay; dropped: they are not in the record",
             "outcome",
             ("written", "dropped"),
         )
+
+    def set_batch_lines(self, queued: int, running: int) -> None:
+        """Of the batches that this process runs."""
+        self._batch_queued.set(queued)
+        self._batch_running.set(running)
+
+    def observe_batch_line(self, failed: bool) -> None:
+        self._batch_done["failed" if failed else "completed"].inc()
 
     def _service_classes(self) -> dict[str, _ServiceClass]:
         goodput = self._counters(

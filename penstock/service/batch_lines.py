@@ -87,6 +87,33 @@ def answered(batch: str, line: Line, status: int, body: bytes) -> bytes:
     return encode(Record(name, line.custom_id, response, None))
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+    completion_tokens_details: _Details = msgspec.field(default_factory=_Details)
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage = msgspec.field(default_factory=_Usage)
+
+
+_decode_usage = msgspec.json.Decoder(_Body).decode
+
+
+def tokens_of(body: bytes) -> tuple[int, int, int, int]:
+    """What an answer says of tokens: of its prompt, those of them that were cached, its outputs', and what of these is
+    reasoning."""
+    usage = _decode_usage(body).usage
+    cached, thought = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details.reasoning_tokens
+    return usage.prompt_tokens, cached, usage.completion_tokens, thought
+
+
 def not_run(batch: str, number: int, custom_id: str, code: str, message: str) -> bytes:
     """The line of what never ran."""
     return encode(Record(request_id(batch, number), custom_id, None, {"code": code, "message": message}))

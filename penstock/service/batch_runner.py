@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.service.batch_lines import Line, LineReader, answered, check_lines, request_id
+from penstock.service.batch_lines import Line, LineReader, answered, check_lines, request_id, tokens_of
 from penstock.service.batch_store import Answered, Batch, BatchStore
 
 if TYPE_CHECKING:
@@ -121,11 +121,13 @@ class _Run:
         flying: lines that have.
         answers: that are not kept yet.
         tries: of lines that have failed.
+        left: how many are not answered.
     """
 
     batch: Batch
     model: _Model
     reader: LineReader
+    left: int
     ahead: deque[Line] = field(default_factory=deque)
     flying: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     answers: list[Answered] = field(default_factory=list)
@@ -155,6 +157,7 @@ class BatchRunner:
         self._by_model = [_Model(frontend) for frontend in models.frontends]
         self._holder = f"{name}-{secrets.token_hex(8)}"
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._runs: list[_Run] = []
         self._swept = float("-inf")
 
     async def run(self) -> None:
@@ -229,12 +232,15 @@ class BatchRunner:
     async def _go_on(self, batch: Batch) -> None:
         store = self._store
         done = await store.aside(store.answered, batch.id)
-        lines = LineReader(store.path(batch.input_file_id), batch.endpoint, self._longest, done)
-        run = _Run(batch, self._model(batch), lines)
+        reader = LineReader(store.path(batch.input_file_id), batch.endpoint, self._longest, done)
+        run = _Run(batch, self._model(batch), reader, await store.aside(store.total, batch.id) - len(done))
+        self._runs.append(run)
         status: str | None = None
         try:
             status = await self._run_lines(run)
         finally:  # of a batch that another holds by now, nothing is kept
+            self._runs.remove(run)
+            self._tell(run.model)
             for task in run.flying.values():
                 task.cancel()
             await asyncio.gather(*run.flying.values(), return_exceptions=True)
@@ -268,6 +274,7 @@ class BatchRunner:
             if len(run.ahead) < AHEAD and not run.reader.ended:
                 run.ahead += await asyncio.to_thread(run.reader.next, AHEAD, AHEAD_BYTES)
             self._begin_lines(run)
+            self._tell(run.model)
             await asyncio.sleep(TICK)
 
     async def _keep(self, run: _Run) -> str | None:
@@ -296,6 +303,12 @@ class BatchRunner:
             run.model.flying += 1
             task.add_done_callback(partial(self._landed, run, line.number))
 
+    def _tell(self, model: _Model) -> None:
+        """How many lines of all its batches wait, and run."""
+        runs = [run for run in self._runs if run.model is model]
+        running = sum(len(run.flying) for run in runs)
+        model.frontend.metrics.set_batch_lines(sum(run.left for run in runs) - running, running)
+
     def _landed(self, run: _Run, number: int, task: asyncio.Task[None]) -> None:
         run.model.flying -= 1
         run.landed(number, task)
@@ -318,7 +331,10 @@ class BatchRunner:
                 run.ahead.append(line)
                 return
         record = answered(batch.id, line, answer.status, answer.body)
-        run.answers.append(Answered(line.number, answer.status != 200, record))
+        failed = answer.status != 200
+        run.answers.append(Answered(line.number, failed, record, tokens_of(answer.body)))
+        run.left -= 1
+        run.model.frontend.metrics.observe_batch_line(failed)
 
     async def _meanwhile(self, batch: Batch, work: Awaitable[Any]) -> Any:
         """What comes of work that takes long, with the batch held on to; None where another holds it by then."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import IO, Any, ParamSpec, TypeVar
 
@@ -46,13 +47,16 @@ CREATE TABLE IF NOT EXISTS batches (
     expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER,
     failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
     total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
-    holder TEXT, held_until REAL NOT NULL DEFAULT 0
+    holder TEXT, held_until REAL NOT NULL DEFAULT 0, input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL DEFAULT 0,
+    reasoning_tokens INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS answers (
     batch TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, record BLOB NOT NULL,
     UNIQUE (batch, line)
 );
 """
+TOKENS = "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"  # which older folders do not count
 LEFT = {  # what ends a batch -> code and message of the lines that did not run
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed before the batch was cancelled."),
@@ -112,15 +116,21 @@ class Batch:
     failed: int
     holder: str | None
     held_until: float
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a line: `record` is its line of the output file, or of the error file if it failed."""
+    """The answer to a line: `record` is its line of the output file, or of the error file if it failed; `tokens` are
+    those that it took, as `TOKENS` names them."""
 
     line: int
     failed: bool
     record: bytes
+    tokens: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class Upload:
@@ -162,6 +172,7 @@ class BatchStore:
             self._contents.mkdir(mode=0o700, exist_ok=True)
             self._db = self._connect()
             self._db.executescript(SCHEMA)
+            self._add_columns()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"{FIELD}: {folder} cannot be used ({error})", FIELD) from None
 
@@ -178,6 +189,13 @@ class BatchStore:
         db.row_factory = sqlite3.Row
         db.execute("PRAGMA synchronous = NORMAL")  # after a loss of power the last answers may be computed again
         return db
+
+    def _add_columns(self) -> None:
+        with self._changing(self._db) as db:
+            there = {row["name"] for row in db.execute("PRAGMA table_info(batches)")}
+            for name in TOKENS:
+                if name not in there:
+                    db.execute(f"ALTER TABLE batches ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
 
     async def aside(self, function: Callable[Of, Result], *args: Of.args, **options: Of.kwargs) -> Result:
         """Call a method in the thread for that."""
@@ -360,6 +378,10 @@ class BatchStore:
         """Numbers of the lines that are answered."""
         return {row["line"] for row in self._db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
+    def total(self, batch_id: str) -> int:
+        """How many lines it has."""
+        return int(self._db.execute("SELECT total FROM batches WHERE id = ?", (batch_id,)).fetchone()["total"])
+
     def record(self, batch_id: str, holder: str, answers: Sequence[Answered] = ()) -> str | None:
         """Keep answers, and hold the batch for longer. Returns its status; None where another holds it by now, and then
         nothing is kept."""
@@ -367,18 +389,18 @@ class BatchStore:
             batch = self._hold(db, batch_id, holder)
             if batch is None:
                 return None
-            counts = [0, 0]
+            counts = [0, 0, *(0 for _ in TOKENS)]
             for answer in answers:
                 added = db.execute(
                     "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)",
                     (batch_id, answer.line, answer.failed, answer.record),
                 )
-                counts[answer.failed] += added.rowcount
+                if added.rowcount:
+                    counts[answer.failed] += 1
+                    counts[2:] = map(add, counts[2:], answer.tokens)
             if answers:
-                db.execute(
-                    "UPDATE batches SET completed = completed + ?, failed = failed + ? WHERE id = ?",
-                    (*counts, batch_id),
-                )
+                sums = ", ".join(f"{name} = {name} + ?" for name in ("completed", "failed", *TOKENS))
+                db.execute(f"UPDATE batches SET {sums} WHERE id = ?", (*counts, batch_id))
             return batch.status
 
     def finalize(self, batch_id: str, holder: str) -> None:

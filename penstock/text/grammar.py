@@ -194,9 +194,17 @@ def _as_lark(grammar: str) -> str:
 def _of_tag(tag: dict[str, Any]) -> str:
     """In Lark's syntax. Where a trigger is complete, no text goes on: its lexeme is lazy."""
     special: dict[str, int] = tag.get("special", {})
+    patterns: dict[str, str] = tag.get("patterns", {})
+    marks = re.compile("(" + "|".join(map(re.escape, sorted((*special, *patterns), key=len, reverse=True))) + ")")
 
     def spelled(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False) if text else ""
+        parts = filter(None, marks.split(text) if special or patterns else [text])
+        return " ".join(
+            f"<[{special[part]}]>" if part in special
+            else f"/{patterns[part]}/" if part in patterns
+            else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        )  # fmt: skip
 
     def schema(value: Any) -> str:
         _check_multiples(value)
@@ -211,13 +219,15 @@ def _of_tag(tag: dict[str, Any]) -> str:
         rest = spelled(each["begin"].removeprefix(trigger))
         rules.append(f"one_{i}: {rest} {schema(each['schema'])} {spelled(each['end'])}")
     for i, (trigger, ones) in enumerate(by_trigger.items()):
-        any_one = " | ".join(ones)
+        opening, between, closing = tag.get("around", {}).get(trigger, ("", None, ""))
+        more = "" if between is None else f"({spelled(between)} any_{i})*"
+        rules += [f"any_{i}: {' | '.join(ones)}", f"calls_{i}: {spelled(opening)} any_{i} {more} {spelled(closing)}"]
         if "content" in tag:
-            rules.append(f"tag_{i}: {spelled(trigger)} ({any_one})")
-        elif trigger in special:
-            rules.append(f"tag_{i}: TEXT {spelled(trigger)} ({any_one})")
+            rules.append(f"tag_{i}: {spelled(trigger)} calls_{i}")
+        elif any(trigger.startswith(mark) for mark in special):
+            rules.append(f"tag_{i}: TEXT {spelled(trigger)} calls_{i}")
         else:
-            rules += [f"tag_{i}: begin_{i} ({any_one})", f"begin_{i}[lazy]: TEXT {spelled(trigger)}"]
+            rules += [f"tag_{i}: begin_{i} calls_{i}", f"begin_{i}[lazy]: TEXT {spelled(trigger)}"]
     tags = " | ".join(f"tag_{i}" for i in range(len(by_trigger)))
     if "content" not in tag:
         return "\n".join([f"start: ({tags})* TEXT", *rules])

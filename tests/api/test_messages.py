@@ -142,6 +142,7 @@ async def test_blocks_are_messages_of_a_chat(client: httpx.AsyncClient, frontend
         ({"tools": [{"name": "", "input_schema": {"type": "object"}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type: 'some', allowed is"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: 0, allowed is"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens: 1.5, allowed is"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
     ],
 )

@@ -195,6 +195,19 @@ async def test_reasoning_that_is_not_wanted(client: httpx.AsyncClient, frontend:
     assert used["completion_tokens_details"] == {"reasoning_tokens": len("Hm.")}  # one for each byte
 
 
+@pytest.mark.parametrize("shown", [True, False])
+async def test_usage_counts_what_it_thought(client: httpx.AsyncClient, frontend: Any, shown: bool) -> None:
+    """A byte is a token here."""
+    body = {"messages": HI, "n": 2, "include_reasoning": shown}
+    assert "completion_tokens_details" not in (await client.post(URL, json=body)).json()["usage"]
+    frontend.dialect = QWEN
+    frontend.script = says(*"<think>Hm.</think>\nYes.")
+    usage = (await client.post(URL, json=body)).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * len("Hm.")}
+    streamed = events(await client.post(URL, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+    assert streamed[-2]["usage"] == usage
+
+
 async def test_an_answer_that_is_all_reasoning(client: httpx.AsyncClient, frontend: Any) -> None:
     frontend.dialect = QWEN
     frontend.script = says("<think>Hm, I am", finish="length")

@@ -11,38 +11,12 @@ import sys
 from contextlib import closing
 
 import httpx
-import openai
 import pytest
 
+from tests.helpers.batches import client_of, line, over, results, submitted
 from tests.helpers.deployments import PACED, colocated, deployed
 from tests.helpers.servers import QUICK, serving
 from tests.helpers.waiting import eventually
-
-
-def line(number, url="/v1/completions", **body):
-    body = {"prompt": f"line {number}", "max_tokens": 4, "ignore_eos": True} | body
-    return json.dumps({"custom_id": f"id-{number}", "method": "POST", "url": url, "body": body}) + "\n"
-
-
-def client_of(url):
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5)
-
-
-def submitted(client, lines, url="/v1/completions"):
-    file = client.files.create(file=("in.jsonl", "".join(lines).encode()), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
-
-
-def over(client, batch_id, timeout=60.0):
-    def found():
-        batch = client.batches.retrieve(batch_id)
-        return batch if batch.status in ("completed", "failed", "expired", "cancelled") else None
-
-    return eventually(found, timeout)
-
-
-def results(client, file_id):
-    return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
 
 
 @pytest.fixture(scope="module")

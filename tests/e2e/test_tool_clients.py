@@ -1,4 +1,4 @@
-"""Client libraries that have tools called, as they are, against the server with its demo model. It was never trained to
+"""OpenAI's client that has tools called, as it is, against the server with its demo model. It was never trained to
 call any, and forced calls are valid all the same."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from typing import Any
 
 import jsonschema
 import openai
-import pydantic
 import pytest
 
 from tests.helpers.servers import QUICK, serving
@@ -104,25 +103,3 @@ def test_calls_after_thinking_that_is_bounded():
         chunks = list(client.chat.completions.create(**asked, stream=True))
         thought = [chunk.choices[0].delta.model_dump().get("reasoning_content") for chunk in chunks if chunk.choices]
         assert "".join(filter(None, thought)) == choice.message.reasoning_content
-
-
-@pytest.mark.slow
-def test_langchain(alone):
-    langchain = pytest.importorskip("langchain_openai")
-
-    class Weather(pydantic.BaseModel):
-        """The weather of a city."""
-
-        city: str = pydantic.Field(max_length=12)
-
-    chat = langchain.ChatOpenAI(model="demo", base_url=f"{alone.url}/v1", api_key="none", max_tokens=400, seed=1)
-    for choice in ("any", "Weather"):
-        bound = chat.bind_tools([Weather], tool_choice=choice, parallel_tool_calls=False)
-        (call,) = bound.invoke("How is the weather?").tool_calls
-        assert call["name"] == "Weather"
-        assert isinstance(call["args"]["city"], str)
-        merged = None
-        for chunk in bound.stream("How is the weather?"):
-            merged = chunk if merged is None else merged + chunk
-        assert merged is not None
-        assert merged.tool_calls[0]["args"] == call["args"]

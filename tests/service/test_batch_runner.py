@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.clock import SystemClock
+from penstock.obs.metrics import Metrics
 from penstock.service.batch_runner import LEAST, MOST_PAUSE, TRIES, WINDOW, Answer, BatchRunner, Inflow
 from penstock.service.batch_store import BatchStore
 from penstock.service.models import Models
@@ -88,6 +89,7 @@ class Deployment:
     def __init__(self):
         self.clock = SystemClock()
         self.ready = True
+        self.metrics = Metrics("m", [])
         self.engine_client = SimpleNamespace(offline=SimpleNamespace(held=0, queued=0, begun=0))
         self.asked, self.in_flight, self.most = {}, 0, 0
         self.answer = lambda body, before: OK
@@ -179,6 +181,29 @@ async def test_every_line_is_answered_once(bench):
     assert [*found] == [f"id-{i}" for i in range(60)]
     assert found["id-3"]["response"]["body"] == {"choices": []}
     assert batch.error_file_id is None
+
+
+async def test_usage_and_metrics_are_those_of_the_answers(bench):
+    usage = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+    usage["completion_tokens_details"] = {"reasoning_tokens": 1}
+    good = Answer(200, json.dumps({"usage": usage}).encode(), 1.0, False)
+    wrong = Answer(400, b'{"error":{}}', 1.0, False)
+    bench.deployment.answer = lambda body, before: wrong if body["prompt"] == "p1" else good
+    bench.deployment.gate.clear()
+    batch_id = bench.create(20)
+    bench.start()
+
+    def seen(name, **labels):
+        return bench.deployment.metrics.registry.get_sample_value(f"penstock:{name}", {"model_name": "m", **labels})
+
+    await until(lambda: seen("batch_lines", state="running") == LEAST)
+    assert seen("batch_lines", state="queued") == 20 - LEAST
+    bench.deployment.gate.set()
+    batch = await bench.status(batch_id, "completed")
+    assert (batch.input_tokens, batch.cached_tokens, batch.output_tokens, batch.reasoning_tokens) == (95, 38, 57, 19)
+    assert seen("batch_lines_answered_total", outcome="completed") == 19
+    assert seen("batch_lines_answered_total", outcome="failed") == 1
+    await until(lambda: not seen("batch_lines", state="running") and not seen("batch_lines", state="queued"))
 
 
 async def test_what_is_refused_waits_and_what_fails_is_told(bench):

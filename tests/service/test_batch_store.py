@@ -1,7 +1,9 @@
 """Files and batches on disk: of several processes exactly one runs a batch, and each line has one answer."""
 
 import json
+import sqlite3
 from collections import Counter
+from contextlib import closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError, Conflict
 from penstock.service.batch_lines import Line, LineError, not_run
-from penstock.service.batch_store import LEASE, STRAY, Answered, BatchStore
+from penstock.service.batch_store import LEASE, SCHEMA, STRAY, TOKENS, Answered, BatchStore
 
 ENDPOINT = "/v1/completions"
 LONGEST = 1000
@@ -80,6 +82,29 @@ def test_a_batch_from_beginning_to_end(store, wall):
     assert store.file("", ended.output_file_id).purpose == "batch_output"
     assert store.claim("b", []) is None
     assert store.answered(batch.id) == set()
+
+
+def test_tokens_of_answers_are_added_up_once(store, wall):
+    batch = begun(store)
+    told = [Answered(number, False, b"{}", (number, 0, 10 * number, 1)) for number in (1, 2)]
+    store.record(batch.id, "a", told)
+    store.record(batch.id, "a", told[1:])  # it is known
+    found = store.batch("", batch.id)
+    assert [getattr(found, name) for name in TOKENS] == [3, 0, 30, 2]
+
+
+def test_a_folder_that_knew_no_tokens_counts_them_from_now_on(tmp_path):
+    old = SCHEMA.replace(
+        SCHEMA[SCHEMA.index(", input_tokens") : SCHEMA.index("\n);\nCREATE TABLE IF NOT EXISTS answers")], ""
+    )
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
+        db.executescript(old)
+    for _ in range(2):
+        store = BatchStore(tmp_path)
+        batch = begun(store)
+        store.record(batch.id, "a", [Answered(1, False, b"{}", (1, 0, 2, 0))])
+        assert store.batch("", batch.id).output_tokens == 2
+        store.close()
 
 
 def test_who_has_lost_a_batch_can_say_nothing_of_it(store, wall):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.api.tools import tool_use
+from penstock.service.checkpoint import DEMO
+from penstock.text.grammar import Grammars, check
+from penstock.text.tokenizer import Tokenizer
 from penstock.text.tools import PARSERS, detected
-from penstock.text.tools.base import Arguments, Call, ToolParser
+from penstock.text.tools.base import NUMBER, Arguments, Call, ToolParser
 from penstock.text.tools.forced import NamedCall, RequiredCalls, calls_schema, closed
 
 WEATHER = {
@@ -225,6 +230,53 @@ def test_ids_that_templates_insist_on() -> None:
     assert PARSERS["hermes"].call_id("f", 0, unique) == f"call_{unique}"
     assert PARSERS["kimi_k2"].call_id("f", 1, unique) == "functions.f:1"
     assert len(PARSERS["mistral"].call_id("f", 0, unique)) == 9
+
+
+# --- calls in a frame
+
+FRAMED = [name for name in sorted(SAMPLES) if PARSERS[name].frames(())]
+TOKENIZER, GRAMMARS = Tokenizer(DEMO), Grammars(DEMO, 4096)
+SPECIAL = range(3)  # tokens of the demo model
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", FRAMED)
+def test_strict_calls_have_their_form_wherever_the_model_begins_one(name: str, special: bool) -> None:
+    """What the grammar lets the model write is what the parser reads. Markers that are special tokens are taken for
+    those that the demo model has."""
+    parser = PARSERS[name]
+    tokens = dict(zip(parser.markers, SPECIAL, strict=False)) if special else {}
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    function = {"name": "get_weather", "strict": True, "parameters": schema}
+    use = tool_use([{"type": "function", "function": function}], "auto", None)
+    assert use is not None
+    form = use.free_form(parser, tokens, None)
+    assert form is not None
+    check(form)
+    matcher = GRAMMARS.matcher(form)
+
+    def follows(text: str) -> bool:
+        ids: list[int] = []
+        for part in re.split("|".join(f"({re.escape(marker)})" for marker in tokens) or "(?!)", text):
+            if part:
+                ids += [tokens[part]] if part in tokens else TOKENIZER.encode(part, False)
+        one = matcher.deep_copy()
+        return one.try_consume_tokens(ids) == len(ids) and one.is_accepting()
+
+    assert follows("It is a text of { [ and 1.")
+    for frame in parser.frames(tokens):
+        head, tail = frame.named("get_weather").replace(NUMBER, "0"), frame.tail
+        calls = [f'{head}{{"city": "Oslo"}}{tail}'] * (1 if frame.between is None else 2)
+        text = f"Well. {frame.begin}{frame.opening}{(frame.between or '').join(calls)}{frame.closing}"
+        assert follows(text), text
+        found = fold(parser({"get_weather": schema}), [text])
+        assert [(called, json.loads(said)) for called, said in found.calls] == [
+            ("get_weather", {"city": "Oslo"}) for _ in calls
+        ]
+        assert found.content == "Well."
+        assert not follows(text.replace("Oslo", "Rome"))
+        assert not follows(text.replace("get_weather", "get_time"))
+        assert not follows(f"Well. {frame.begin} and so on")
 
 
 # --- calls that are forced

@@ -6,7 +6,8 @@ could. So what comes of a text does not depend on how the text is cut into piece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +30,31 @@ class Arguments:
 
 
 Event = str | Call | Arguments  # a str is content
+
+# in a frame: a function's name, the same as JSON, and a number that the model counts
+NAME, QUOTED, NUMBER = "\0name", "\0quoted", "\0number"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How calls are written whose arguments are JSON: `begin`, `opening`, calls with `between` between them, `closing`.
+
+    Attributes:
+        begin: with which nothing but calls begins.
+        head, tail: of each call, before and after its arguments.
+        between: None where there is one call.
+    """
+
+    begin: str
+    head: str
+    tail: str = ""
+    opening: str = ""
+    between: str | None = None
+    closing: str = ""
+
+    def named(self, name: str) -> str:
+        """The head of a call of this function."""
+        return self.head.replace(QUOTED, json.dumps(name, ensure_ascii=False)).replace(NAME, name)
 
 
 class Reader:
@@ -148,11 +174,14 @@ class ToolParser:
         """
         return f"call_{unique}"
 
-    @staticmethod
-    def frame(name: str) -> tuple[str, str, str] | None:
-        """What stands around the arguments of each call of a function: what all calls begin with, what follows that,
-        and what comes after the arguments. None where these are no JSON, or calls do not stand alone."""
-        return None
+    @classmethod
+    def frames(cls, special: Collection[str]) -> Sequence[Frame]:
+        """All ways to write calls, which begin differently; none where arguments are no JSON, or nothing marks calls.
+
+        Args:
+            special: markers that are special tokens.
+        """
+        return ()
 
     @classmethod
     def openings(cls, names: Iterable[str]) -> list[str]:

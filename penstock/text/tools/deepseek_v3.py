@@ -3,6 +3,7 @@ of JSON."""
 
 from __future__ import annotations
 
+from penstock.text.tools.base import NAME
 from penstock.text.tools.sections import SectionTools
 
 
@@ -10,6 +11,7 @@ class DeepSeekV3(SectionTools):
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     around = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     after_name = "\n"
+    head, tail, between = f"function<｜tool▁sep｜>{NAME}\n```json\n", "\n```", "\n"
     markers = (*section, *around, "<｜tool▁sep｜>")
     signs = (around[0], "```json")
 

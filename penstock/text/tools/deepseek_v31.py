@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.text.tools.base import NAME
 from penstock.text.tools.sections import SectionTools
 
 
@@ -9,5 +10,6 @@ class DeepSeekV31(SectionTools):
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     around = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     after_name = "<｜tool▁sep｜>"
+    head = NAME + after_name
     markers = (*section, *around, after_name)
     signs = (around[0],)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.text.tools.json_tools import JsonTools
+from collections.abc import Collection, Sequence
+
+from penstock.text.tools.base import Frame
+from penstock.text.tools.json_tools import JsonTools, listed
 
 
 class Granite(JsonTools):
     begin = "<|tool_call|>"
     markers = (begin,)
     signs = (begin,)
+
+    @classmethod
+    def frames(cls, special: Collection[str]) -> Sequence[Frame]:
+        return [listed(cls.begin, "[", ", ", "]")]

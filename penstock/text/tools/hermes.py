@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection, Sequence
 
+from penstock.text.tools.base import QUOTED, Frame
 from penstock.text.tools.json_tools import JsonTools
 
 
@@ -12,7 +13,6 @@ class Hermes(JsonTools):
     markers = (begin, end)
     signs = (begin,)
 
-    @staticmethod
-    def frame(name: str) -> tuple[str, str, str] | None:
-        head = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        return "<tool_call>", head, "}\n</tool_call>"
+    @classmethod
+    def frames(cls, special: Collection[str]) -> Sequence[Frame]:
+        return [Frame(cls.begin, f'\n{{"name": {QUOTED}, "arguments": ', f"}}\n{cls.end}")]

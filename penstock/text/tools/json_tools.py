@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from penstock.text.tools.base import ToolParser, Tools
+from penstock.text.tools.base import QUOTED, Frame, ToolParser, Tools
 from penstock.text.tools.json_value import JsonCall
+
+
+def listed(begin: str, opening: str, between: str, closing: str) -> Frame:
+    """Of calls that are a list of objects."""
+    return Frame(begin, f'{{"name": {QUOTED}, "arguments": ', "}", opening, between, closing)
 
 
 class JsonTools(ToolParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.text.tools.base import NAME, NUMBER
 from penstock.text.tools.sections import SectionTools
 
 
@@ -9,6 +10,7 @@ class KimiK2(SectionTools):
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     around = ("<|tool_call_begin|>", "<|tool_call_end|>")
     after_name = "<|tool_call_argument_begin|>"
+    head = f"functions.{NAME}:{NUMBER}{after_name}"
     markers = (*section, *around, after_name)
     signs = (section[0],)
 

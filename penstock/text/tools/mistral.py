@@ -3,7 +3,10 @@ perhaps with [CALL_ID] or [ARGS] between name and arguments."""
 
 from __future__ import annotations
 
-from penstock.text.tools.json_tools import JsonTools
+from collections.abc import Collection, Sequence
+
+from penstock.text.tools.base import NAME, Frame
+from penstock.text.tools.json_tools import JsonTools, listed
 from penstock.text.tools.json_value import ValueEnd
 
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
@@ -18,6 +21,11 @@ class Mistral(JsonTools):
     @staticmethod
     def call_id(name: str, index: int, unique: str) -> str:
         return unique[:9]  # which its chat templates insist on
+
+    @classmethod
+    def frames(cls, special: Collection[str]) -> Sequence[Frame]:
+        """As the tokenizer's version has it."""
+        return [Frame(cls.begin, NAME + ARGS) if ARGS in special else listed(cls.begin, " [", ", ", "]")]
 
     def begins_calls(self, marker: str) -> bool:
         self._marker = marker

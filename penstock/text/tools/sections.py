@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
-from penstock.text.tools.base import ToolParser, Tools
+from penstock.text.tools.base import Frame, ToolParser, Tools
 from penstock.text.tools.json_value import ValueEnd
 
 
@@ -15,11 +15,16 @@ class SectionTools(ToolParser):
         section: before the first call, and after the last one.
         around: before and after each.
         after_name: between name and arguments.
+        head, tail: of a call, as `Frame` has them; within `around`.
+        between: what is between two calls.
     """
 
     section: ClassVar[tuple[str, str]]
     around: ClassVar[tuple[str, str]]
     after_name: ClassVar[str]
+    head: ClassVar[str]
+    tail: ClassVar[str] = ""
+    between: ClassVar[str] = ""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -27,8 +32,11 @@ class SectionTools(ToolParser):
         self._end = ValueEnd()
 
     @classmethod
-    def openings(cls, names: Iterable[str]) -> list[str]:
-        return [cls.section[0], cls.around[0]]
+    def frames(cls, special: Collection[str]) -> Sequence[Frame]:
+        before, after = cls.around
+        tail = cls.tail + after
+        in_section = Frame(cls.section[0], before + cls.head, tail, "", cls.between, cls.section[1])
+        return [in_section, Frame(before, cls.head, tail)]
 
     def name(self, header: str) -> str:
         """A function's, in what stands before `after_name`."""
