@@ -158,6 +158,21 @@ def _hub_names() -> None:
         AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
 
 
+class _Answer(SimpleNamespace):
+    @classmethod
+    def model_validate(cls, answer: dict[str, Any]) -> Any:
+        return _namespace(answer)
+
+    def model_dump(self, exclude: Sequence[str] = ()) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in exclude}
+
+
+def _namespace(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_namespace(each) for each in value]
+    return _Answer(**{name: _namespace(each) for name, each in value.items()}) if isinstance(value, dict) else value
+
+
 def _module(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = []
@@ -179,6 +194,8 @@ def _module(name: str) -> ModuleType:
         module.ModelConfig = lambda **_: SimpleNamespace(get_vocab_size=lambda: VOCABULARY)  # type: ignore[attr-defined]
     elif name == "vllm.model_executor.model_loader.weight_utils":
         module.download_weights_from_hf = lambda *_, **__: str(DEMO)  # type: ignore[attr-defined]
+    elif name == "vllm.entrypoints.pooling.embed.protocol":
+        module.EmbeddingResponse = _Answer  # type: ignore[attr-defined]
     elif name == "pybase64":
         return base64
     return module

@@ -15,6 +15,7 @@ UNSPEAKABLE = re.compile(
     "|slo: given, allowed only|the chat template failed|arguments: not JSON|its JSON text|the model has .* token"
     "|only reasoning|^response_format|^structured_outputs|^tools|^tool_choice"
     "|^thinking_token_budget: .* where --reasoning-parser"
+    "|^content-type: ''"  # of /invocations, whose body is any route's
 )
 
 
