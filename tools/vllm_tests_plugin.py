@@ -36,7 +36,7 @@ DROPPED |= {"--skip-tokenizer-init": 0, "--enable-prompt-embeds": 0, "--trust-re
 DROPPED |= {"--tool-server": 1, "--trust-request-mm-kwargs": 0, "--no-async-scheduling": 0}
 KEPT = {"--no-enable-prefix-caching"}
 RENAMED = {"--structured-outputs-config.backend": None}
-LENGTH = 8192  # of the demo model's sequences
+LENGTH = 20480  # of sequences; the demo's could be twice as long, which takes too long where it does not end
 LONGER = 2  # times as many tokens as theirs, and more, has a text by the demo's small vocabulary
 VOCABULARY = 4096
 DEMO = Path(__file__).parents[1] / "penstock" / "demo"
@@ -59,6 +59,7 @@ class RemoteOpenAIServer:
             arguments += ["--api-key", given["VLLM_API_KEY"]]
         command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", str(self.port)]
         command += ["--served-model-name", *(names or [model]), "--log-level", "warning", *arguments]
+        command += ["--speculative-config", "off"]  # as vLLM, which counts steps in its tests
         self.show_hidden_metrics = False
         self._process = subprocess.Popen([*command, "--metrics-compat", "vllm"], env=os.environ | given)
         ends = time.monotonic() + READY
@@ -90,7 +91,7 @@ class RemoteOpenAIServer:
         return f"http://{self.host}:{self.port}"
 
     def url_for(self, *parts: str) -> str:
-        return "/".join([self.url_root, *parts])
+        return "/".join([self.url_root, *(part.lstrip("/") for part in parts)])
 
     def get_client(self, **options: Any) -> Any:
         import openai
@@ -157,6 +158,21 @@ def _hub_names() -> None:
         AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
 
 
+class _Answer(SimpleNamespace):
+    @classmethod
+    def model_validate(cls, answer: dict[str, Any]) -> Any:
+        return _namespace(answer)
+
+    def model_dump(self, exclude: Sequence[str] = ()) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in exclude}
+
+
+def _namespace(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_namespace(each) for each in value]
+    return _Answer(**{name: _namespace(each) for name, each in value.items()}) if isinstance(value, dict) else value
+
+
 def _module(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = []
@@ -178,6 +194,8 @@ def _module(name: str) -> ModuleType:
         module.ModelConfig = lambda **_: SimpleNamespace(get_vocab_size=lambda: VOCABULARY)  # type: ignore[attr-defined]
     elif name == "vllm.model_executor.model_loader.weight_utils":
         module.download_weights_from_hf = lambda *_, **__: str(DEMO)  # type: ignore[attr-defined]
+    elif name == "vllm.entrypoints.pooling.embed.protocol":
+        module.EmbeddingResponse = _Answer  # type: ignore[attr-defined]
     elif name == "pybase64":
         return base64
     return module

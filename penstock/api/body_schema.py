@@ -100,7 +100,7 @@ def body_schema(
     if issubclass(model, MessagesBody | ResponsesBody):
         return _of_turn(model, schema, max_model_len)
     if "messages" in fields:
-        fields["messages"] = {"anyOf": [_messages(), NULL]} if "prompt" in fields else _messages()
+        fields["messages"] = {"anyOf": [_messages(), NULL]} if {"prompt", "input"} & {*fields} else _messages()
     if "tools" in fields:
         fields["tools"] = _tools()
     if "tool_choice" in fields:
@@ -113,7 +113,8 @@ def body_schema(
     if issubclass(model, ServedBody):
         _served(fields, max_model_len)
     if issubclass(model, EmbeddingBody):
-        fields["input"] = _prompts(tokens, MAX_INPUTS)
+        fields["input"] = {"anyOf": [_prompts(tokens, MAX_INPUTS), NULL]}
+        fields["padding"] = {"enum": [None, "do_not_pad", "max_length"]}
         fields["encoding_format"] = {"enum": [None, "float", "base64"]}
         size = {"type": "integer", "minimum": 1} | ({"maximum": embedding_size} if embedding_size else {})
         fields["dimensions"] = {"anyOf": [size, NULL]}
@@ -128,7 +129,8 @@ def body_schema(
         _generation(model, fields, tokens, max_model_len)
         schema["allOf"] = _conditions(model)
     elif "messages" in fields:
-        schema["allOf"] = [_exactly_one("prompt", "messages"), _one_turn()]
+        given = "input" if "input" in fields else "prompt"
+        schema["allOf"] = [_exactly_one(given, "messages"), _one_turn()]
     if issubclass(model, ChatBatchBody):
         fields["messages"] = {"type": "array", "items": _messages(), "minItems": 1, "maxItems": MAX_PROMPTS}
         fields |= {name: {"enum": [None, *values]} for name, values in HARMLESS.items()}

@@ -29,7 +29,7 @@ from penstock.api.schema import (
     service_level,
 )
 from penstock.api.sse import encode, send_json
-from penstock.core.errors import PromptTooLong
+from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.embedding import check_dimensions, finished
@@ -82,7 +82,7 @@ class _Embedder:
         given: Any,
         field: str,
         *,
-        add_special_tokens: bool,
+        add_special_tokens: bool = True,
         dimensions: int | None = None,
         normalize: bool | None = None,
         most: int = MAX_INPUTS,
@@ -90,7 +90,7 @@ class _Embedder:
     ) -> list[Shown]:
         """
         Args:
-            given: as `prompts_of` takes it.
+            given: as `prompts_of` takes it; or a body with messages.
             field: where it came.
             normalize: None is as the model wants it.
             most: how many there may be.
@@ -127,14 +127,40 @@ class _Embedder:
         longest = frontend.max_model_len
         bound = longest + 1 if params.truncate_prompt_tokens is None else None
         try:
-            listed = prompts_of(given, frontend.vocab_size, bound, field=field, most=most)
-            whole = await encoded(frontend, listed, add_special_tokens, bound, field)
+            if isinstance(given, EmbeddingBody):
+                whole = [await self._chat(given, bound)]
+            else:
+                listed = prompts_of(given, frontend.vocab_size, bound, field=field, most=most)
+                whole = await encoded(frontend, listed, add_special_tokens, bound, field)
         except PromptTooLong:
             raise PromptTooLong.more_than(longest, output=0).of_field(field) from None
         prompts = [list(truncated(prompt, params, longest, generates=False)) for prompt in whole]
         if (count := max(map(len, prompts))) > longest:
             raise PromptTooLong.of(count, longest, output=0).of_field(field)
+        if isinstance(self._body, EmbeddingBody) and self._body.padding == "max_length":
+            self._pad(prompts)
         return prompts
+
+    def _pad(self, prompts: list[list[int]]) -> None:
+        """To the length that they are cut to, or the longest that there is. Raises InvalidRequest."""
+        pad, cut = self._frontend.tokenizer.pad_id, self._body.truncate_prompt_tokens
+        if pad is None:
+            raise InvalidRequest("padding: 'max_length', allowed only where the tokenizer has a pad_token", "padding")
+        length = cut if cut is not None and cut > 0 else self._frontend.max_model_len
+        for prompt in prompts:
+            prompt.extend([pad] * (length - len(prompt)))
+
+    async def _chat(self, body: EmbeddingBody, bound: int | None) -> list[int]:
+        assert body.messages is not None
+        return await self._frontend.encode_chat(
+            body.messages,
+            size=body.size,
+            add_special_tokens=bool(body.add_special_tokens),
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs,
+            max_model_len=bound,
+        )
 
     def answer(self, kind: str, **fields: Any) -> dict[str, Any]:
         usage = {
@@ -147,11 +173,10 @@ class _Embedder:
 
 async def _embeddings(embedder: _Embedder, body: EmbeddingBody, send: Send) -> None:
     shown = await embedder.embed(
-        body.input,
-        "input",
-        add_special_tokens=body.add_special_tokens,
+        *((body.input, "input") if body.messages is None else (body, "messages")),
+        add_special_tokens=body.add_special_tokens is not False,
         dimensions=body.dimensions,
-        normalize=body.normalize,
+        normalize=body.normalizes,
         show=_packed if body.encoding_format == "base64" else _json,
     )
     data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(shown)]

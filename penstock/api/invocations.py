@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.service.models import Models
 
 PATHS: Mapping[str, str] = {  # what a body has -> where it would have been sent
+    "encoding_format": "/v1/embeddings",
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",
     "input": "/v1/embeddings",

@@ -19,6 +19,7 @@ from penstock.api.schema import SHORT, Body, ChatBody, Int32, Messages, Strings,
 from penstock.api.sse import encode
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
 
@@ -394,10 +395,12 @@ def _arguments(text: str) -> object:
 
 
 def _usage(usage: Usage) -> Fields:
-    """What was found in the cache is counted beside `input_tokens`, and not in it."""
+    """What was found in the cache is counted beside `input_tokens`, and not in it; and so are the whole blocks that
+    a cache may keep of the rest."""
+    created = max(0, usage.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS - usage.cached_tokens)
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
+        "cache_creation_input_tokens": created,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }

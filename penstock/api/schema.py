@@ -78,6 +78,8 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     # the answer
     "return_prompt_text": (False,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,),
     "modalities": (["text"],),
@@ -493,14 +495,35 @@ class CompletionBody(GenerationBody):
 class EmbeddingBody(ServedBody):
     """POST /v1/embeddings"""
 
-    input: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it
+    input: Annotated[Prompts | None, SkipValidation] = None  # `prompts_of` looks at it
+    messages: Messages | None = None  # instead
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Annotated[Literal["float", "base64"] | None, SkipValidation] = None
     dimensions: Int32 | None = None
     normalize: bool | None = None
-    add_special_tokens: bool = True
+    use_activation: bool | None = None  # the same
+    padding: Annotated[Literal["do_not_pad", "max_length"] | None, SkipValidation] = None
+    add_special_tokens: bool | None = None  # to texts, unless this is false; to messages, where it is true
+
+    @property
+    def normalizes(self) -> bool | None:
+        """None is as the model wants it."""
+        return self.use_activation if self.normalize is None else self.normalize
 
     def check(self) -> None:
         super().check()
+        check_turn(self.add_generation_prompt, self.continue_final_message)
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("input: exactly one of input and messages is needed", "input")
+        check_messages(self.messages or [])
+        if {True, False} == {self.normalize, self.use_activation}:
+            raise InvalidRequest("use_activation: not the same as normalize, which means the same", "use_activation")
+        if self.padding not in (None, "do_not_pad", "max_length"):
+            raise InvalidRequest(
+                f"padding: {SHORT.repr(self.padding)}, allowed are 'do_not_pad' and 'max_length'", "padding"
+            )
         if self.encoding_format not in (None, "float", "base64"):
             raise InvalidRequest(
                 f"encoding_format: {SHORT.repr(self.encoding_format)}, allowed are 'float' and 'base64'",
@@ -742,7 +765,10 @@ def check_token_ids(tokens: list[Any], vocab_size: int, field: str) -> None:
     """Raises `InvalidRequest` unless every one of `tokens` is in the vocabulary."""
     if tokens and not (_all(tokens, int) and min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
-        raise InvalidRequest(f"{field}: {SHORT.repr(wrong)}, allowed are token ids from 0 to {vocab_size - 1}", field)
+        raise InvalidRequest(
+            f"{field}: {SHORT.repr(wrong)} is out of vocabulary, allowed are token ids from 0 to {vocab_size - 1}",
+            field,
+        )
 
 
 def _all(values: list[Any], kind: type) -> bool:

@@ -132,6 +132,7 @@ class Timing:
     prefill: float  # from its first step to its first token
     decode: float  # from its first token to its last
     wait: str = ""  # what the time before the first token went by, in words
+    preemptions: int = 0  # how often it lost its KV cache to others there
 
 
 @dataclass(slots=True)

@@ -268,7 +268,7 @@ class EngineServer:
         if ends and self._clock.now() - self._snapshot_at >= SOONER:
             # whoever has the answer may go on with it at once
             self._tell_masters(self._clock.now(), hurry=True)
-        self._report(step.outputs, step.tokens)
+        self._report(step.outputs, step.tokens and _tokens_of(step))
         if self._handoffs is not None:
             self._handoffs.progress(self._clock.now())
 
@@ -483,6 +483,14 @@ class EngineServer:
 
     def _send(self, client: str, event: Event) -> None:
         self._socket.send_multipart([client.encode("latin-1"), codec.encode(event)])
+
+
+def _tokens_of(step: Step) -> int:
+    """Of prompts, with what was found of one when its first token comes, and of outputs, without drafts."""
+    firsts = sum([output.cached_tokens + 1 for output in step.outputs if output.tokens and not output.start])
+    drafts = {s.request_id: s.sample - 1 for s in step.plan.sequences if s.sample > 1}
+    right = sum([len(output.tokens) - 1 for output in step.outputs if output.request_id in drafts]) if drafts else 0
+    return step.tokens - sum(drafts.values()) + right + firsts
 
 
 def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) -> EngineStats:

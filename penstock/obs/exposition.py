@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from penstock.obs.fleet_metrics import PREFIX
-from penstock.obs.metrics import VLLM, Compat, Metrics
+from penstock.obs.metrics import VLLM, WAITS, Compat, Metrics
 
 VLLM_PREFIX = "vllm:"
 
@@ -68,6 +68,17 @@ class _AsVllm(Collector):
                 renamed = Family(_in_vllm(family.name), family.documentation, family.type, family.unit)
                 renamed.samples = [Sample(_in_vllm(s.name), *s[1:]) for s in family.samples]
                 yield renamed
+            if family.name == PREFIX + WAITS:
+                yield _by_reason(family)
+
+
+def _by_reason(waiting: Family) -> Family:
+    """vLLM's series of what waits by why, which here is always for room."""
+    name = VLLM_PREFIX + WAITS + "_by_reason"
+    family = Family(name, "Sequences that wait, by why", "gauge")
+    for sample in waiting.samples:
+        family.add_sample(name, {**sample.labels, "reason": "capacity"}, sample.value)
+    return family
 
 
 def _in_vllm(name: str) -> str:

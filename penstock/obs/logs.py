@@ -42,6 +42,7 @@ class RequestRecord:
         finish_reason: "stop", "length" or "abort"; None when it failed.
         ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (without a token, say). An embedding comes
             in place of the first token.
+        preemptions: how often its sequences lost their KV cache to others, where they ended.
         seed: the one its noise was sampled from; None when no token was asked of an engine.
         service_class: "online" or "offline".
         slo_met: whether it met its targets; None without targets, and when the client left.
@@ -64,6 +65,7 @@ class RequestRecord:
     queue: float | None = None
     prefill: float | None = None
     decode: float | None = None
+    preemptions: int = 0
     seed: int | None = None
     service_class: str = ONLINE
     slo_met: bool | None = None

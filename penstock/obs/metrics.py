@@ -30,6 +30,7 @@ from penstock.obs.fleet_metrics import PREFIX, FleetCollector, IdealCollector
 from penstock.obs.logs import SERVICE_CLASSES, RequestRecord
 
 ENGINE_LABELS = ["model_name", "engine"]
+CACHE_LABELS = ["block_size", "num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
 SAME = "; of the engine, so the same in every frontend"  # in the help of series with these labels
 
 # Upper bounds of histogram buckets; seconds, but for the last
@@ -51,6 +52,7 @@ PREDICTION = (  # too early, and too late
 )
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 OUTPUTS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, *OUTPUTS)
 ATTAINMENT_OVER = 1000  # requests
 LATENCY_OVER = 500  # requests that percentiles for people are of
 MANY = 1024  # pending observations
@@ -65,7 +67,7 @@ VLLM = {
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
     *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
-    "engine_sleep_state",
+    *("engine_sleep_state", "cache_config_info", "request_num_preemptions", "admission_rejections"),
     *("request_params_n", "request_params_max_tokens", "request_prefill_kv_computed_tokens"),
 }
 
@@ -74,6 +76,7 @@ BELOW = "host", "disk", "remote"  # tiers below the device
 SLEEP_STATES = "awake", "weights_offloaded", "discard_all"  # by level
 
 MASTER = "master"  # label `engine` of sequences in the master's queue
+WAITS = "num_requests_waiting"
 WAITING = f'Sequences waiting for the engine; with engine="{MASTER}", for a place on any'
 
 NO_STATS = EngineStats(
@@ -259,7 +262,7 @@ class _EngineSeries:
         self._model_name, self._registry = model_name, registry
         self._metrics: list[Counter | Gauge | _Histogram] = []
         self.running = self._metric(Gauge, "num_requests_running", "Sequences in the running batch")
-        self.waiting = self._metric(Gauge, "num_requests_waiting", WAITING)
+        self.waiting = self._metric(Gauge, WAITS, WAITING)
         self.kv_usage = self._metric(Gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it")
         self.migrating = self._metric(Gauge, "migration_queue", "Sequences of other instances that wait for blocks")
         self.queries = self._metric(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
@@ -313,10 +316,14 @@ class _EngineSeries:
             Counter, "instance_lost", "Lives of the instance that ended after it was ready, unless it was told to"
         )
         self.step_tokens = _Histogram(
-            PREFIX + "iteration_tokens_total", "Tokens computed in one engine step" + SAME, ENGINE_LABELS, STEP_TOKENS
+            PREFIX + "iteration_tokens_total",
+            "Tokens of prompts, also of those found in a cache, and of outputs in one engine step" + SAME,
+            ENGINE_LABELS,
+            STEP_TOKENS,
         )
         registry.register(self.step_tokens)
         self._metrics.append(self.step_tokens)
+        self.cache = self._metric(Gauge, "cache_config_info", "What the KV cache is like; always 1", CACHE_LABELS)
 
     def make(self, name: str) -> _Engine:
         """An engine's series, which begin now."""
@@ -470,6 +477,9 @@ class Metrics:
             "longest_completion": self._histogram(
                 "request_max_num_generation_tokens", "Tokens of its longest output", TOKENS
             ),
+            "preemptions": self._histogram(
+                "request_num_preemptions", "How often its sequences lost their KV cache to others", PREEMPTIONS
+            ),
             "n": self._histogram("request_params_n", "How many outputs it asked for", OUTPUTS),
             "max_tokens": self._histogram("request_params_max_tokens", "How long each might have become", TOKENS),
         }
@@ -482,6 +492,7 @@ class Metrics:
             "finished_reason",
             [reason.value for reason in FinishReason],
         )
+        self._rejections = self._counter("admission_rejections", "Requests refused since too much waits")
         self._classes = self._service_classes()
         self._routing = Counter(
             PREFIX + "routing_decisions",
@@ -658,6 +669,18 @@ class Metrics:
         self._series.weights.remove_by_labels({"engine": engine})
         if source:
             self._series.weights.labels(self._model_name, engine, source).set(seconds)
+
+    def observe_cache(self, engine: str, blocks: int, block_tokens: int, max_model_len: int) -> None:
+        """An engine has begun, with room for the KV of so many blocks."""
+        size = blocks * block_tokens
+        self._series.cache.remove_by_labels({"engine": engine})
+        said = [str(each) for each in (block_tokens, blocks, size, round(size / max_model_len, 2))]
+        self._series.cache.labels(self._model_name, engine, *said).set(1)
+
+    @_later
+    def observe_rejection(self) -> None:
+        """A request was refused since too much waits."""
+        self._rejections.inc()
 
     @_later
     def observe_loss(self, engine: str) -> None:

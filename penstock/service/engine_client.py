@@ -17,6 +17,7 @@ from penstock.core.clock import Clock
 from penstock.core.errors import BreaksEngines, EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.heartbeat import step_limit
 from penstock.core.memory import Part
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
@@ -740,6 +741,7 @@ class EngineClient:
         instance.lost, instance.role, instance.asleep = "", ready.role, 0
         self._metrics.observe_up(instance.name, True)
         self._metrics.observe_weights(instance.name, ready.weights_from, ready.weights_seconds)
+        self._metrics.observe_cache(instance.name, ready.num_blocks, BLOCK_TOKENS, ready.max_model_len)
         self._compare_lengths(instance.name, ready.max_model_len)
         if len(self.instances) > 1 and all(other.ready is not None for other in self.instances.values()):
             log.info("%d of %d instances are ready", len(self.instances), len(self.instances))

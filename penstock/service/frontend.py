@@ -322,10 +322,10 @@ class Frontend:
     async def _encode(self, size: int, function: Callable[..., list[int]], *args: Any) -> list[int]:
         """Tokenise a text of so many bytes in a thread. Raises Overloaded when too much waits for that already."""
         if self._encoding >= self._max_requests:
-            raise Overloaded(f"the queue is full: {self._encoding} prompts wait to be tokenised", retry_after=1.0)
+            raise self._overloaded(f"the queue is full: {self._encoding} prompts wait to be tokenised", retry_after=1.0)
         share = min(size, MAX_TEXT_BYTES // 2)  # so that a text of any size finds room some time
         if self._encoding_bytes + share > MAX_TEXT_BYTES:
-            raise Overloaded(
+            raise self._overloaded(
                 f"the queue is full: {self._encoding_bytes} bytes of text wait to be tokenised, at most "
                 f"{MAX_TEXT_BYTES} are allowed",
                 retry_after=1.0,
@@ -360,7 +360,9 @@ class Frontend:
             raise UnsupportedField("structured_outputs: engines of modelled devices have no logits to mask", FIELD)
         if wanted not in self._grammars:
             if self._checking >= MAX_CHECKING:
-                raise Overloaded(f"the queue is full: {self._checking} grammars wait to be checked", retry_after=1.0)
+                raise self._overloaded(
+                    f"the queue is full: {self._checking} grammars wait to be checked", retry_after=1.0
+                )
             self._checking += 1
             try:
                 await asyncio.get_running_loop().run_in_executor(self._grammar_worker, grammar.check, wanted)
@@ -504,16 +506,20 @@ class Frontend:
                 field,
             )
         if count + sequences > self._max_requests:
-            raise Overloaded(
+            raise self._overloaded(
                 f"the queue is full: {count} sequences, at most {self._max_requests} are allowed",
                 retry_after=self._seconds_until(count + sequences - self._max_requests),
             )
         limit = self._queue_limit
         if queued and queued + sum(prompts) * outputs > limit:
-            raise Overloaded(
+            raise self._overloaded(
                 f"the queue is full: {queued} prompt tokens wait for their first token, at most {limit} are allowed",
                 retry_after=self._seconds_until(0),
             )
+
+    def _overloaded(self, message: str, retry_after: float) -> Overloaded:
+        self.metrics.observe_rejection()
+        return Overloaded(message, retry_after=retry_after)
 
     @property
     def _queue_limit(self) -> int:

@@ -83,6 +83,7 @@ class _Part:
         first: when the first token of any came.
         routes: where its sequences ran.
         timings: fields of the log record, in seconds.
+        preemptions: of its sequences.
         ended: whether it was logged and counted.
         outputs: what came of each, where that is recorded; `embedding`: the same of a prompt to embed.
         fingerprints: of the engines that it ran on.
@@ -97,6 +98,7 @@ class _Part:
     first: float | None = None
     routes: list[str] = field(default_factory=list)
     timings: dict[str, Any] = field(default_factory=dict)
+    preemptions: int = 0
     ended: bool = False
     outputs: list[RecordedOutput] | None = None
     embedding: list[float] | None = None
@@ -290,6 +292,7 @@ class Generation:
             part.timings["ttft"] = now - self._arrival  # what its target is about, though no token comes
         if (timing := output.timing) is not None:
             part.timings |= {"queue": timing.queue, "prefill": timing.prefill}
+            part.preemptions += timing.preemptions
             if output.embedding is None:
                 part.timings["decode"] = timing.decode
 
@@ -320,6 +323,7 @@ class Generation:
             max_tokens=asked.max_tokens,
             finish_reason=finish_reason,
             e2e=frontend.clock.now() - self._arrival,
+            preemptions=part.preemptions,
             seed=None if asked.pooling is not None else asked.seed,
             service_class=OFFLINE if asked.offline else ONLINE,
             slo_met=None if finish_reason == "abort" else self._met_targets(part),

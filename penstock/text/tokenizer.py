@@ -34,7 +34,7 @@ class Tokenizer:
     Attributes:
         vocab_size: one more than the highest token id. The model may have more rows than that.
         special_ids: tokens that are no text.
-        eos_id: the end-of-sequence token that tokenizer_config.json names, or None.
+        eos_id: the end-of-sequence token that tokenizer_config.json names, or None; pad_id: the one of padding.
         vocabulary: what single tokens spell.
         bounds: how many tokens texts have at least.
         info: tokenizer_config.json, with the chat template that is used.
@@ -56,7 +56,9 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         named = {key: name for key in files.NAMED_TOKENS if (name := files.token_name(config.get(key)))}
-        self.eos_id: int | None = self._backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
+        self.eos_id, self.pad_id = (
+            self._backend.token_to_id(named[name]) if name in named else None for name in ("eos_token", "pad_token")
+        )
         if chat_template is None:
             sources = files.read_templates(directory, config)
         else:

@@ -37,6 +37,7 @@ EOS = 256
 class ByteTokenizer:
     """A token is a byte of UTF-8; one more ends the text."""
 
+    pad_id = 0
     info = {"tokenizer_class": "ByteTokenizer", "chat_template": "{{ messages }}"}  # noqa: RUF012
 
     special_ids = frozenset({EOS})

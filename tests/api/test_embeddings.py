@@ -51,6 +51,43 @@ async def test_every_kind_of_input_is_taken_in_order(client, frontend):
     assert [part.prompt[-1] == 256 for part in frontend.submitted] == [False, False, True]
 
 
+async def test_a_conversation_is_embedded_as_its_text(client, frontend):
+    hi = {"role": "user", "content": "abcda"}
+    ways = {"user:abcda\n": {}, "user:abcda\nassistant:": {"add_generation_prompt": True}}
+    ways["user:abcda"] = {"continue_final_message": True}
+    for text, fields in ways.items():
+        assert await vectors(client, messages=[hi], **fields) == await vectors(client, input=text)
+        assert frontend.submitted[-2].prompt == frontend.submitted[-1].prompt
+    body = {"messages": [hi], "encoding_format": "float"}
+    assert (await client.post("/invocations", json=body)).json()["data"] == (await embed(client, **body)).json()["data"]
+    refused = await embed(client, messages=[{"role": "user", "content": "x" * 200}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_vllms_name_for_normalize(client):
+    (plain,) = await vectors(client, input="abcda", use_activation=False)
+    assert plain == [1, 2, 1, 1]
+    (normal,) = await vectors(client, input="abcda", use_activation=True, normalize=True)
+    assert normal == [x / LENGTH for x in plain]
+
+
+async def test_prompts_are_padded_where_that_is_asked_for(client, frontend):
+    longest = frontend.max_model_len
+    for fields, length in (
+        ({}, longest),
+        ({"truncate_prompt_tokens": 9}, 9),
+        ({"truncate_prompt_tokens": -1}, longest),
+    ):
+        await vectors(client, input=["abcda", "b"], padding="max_length", **fields)
+        prompts = [part.prompt for part in frontend.submitted[-2:]]
+        assert prompts == [[*text, *[0] * (length - len(text))] for text in (ABCD, [98])]
+    frontend.tokenizer.pad_id = None
+    await vectors(client, input="b", padding="do_not_pad")
+    assert frontend.submitted[-1].prompt == [98]
+    refused = await embed(client, input="b", padding="max_length")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "padding")
+
+
 async def test_base64_is_the_same_in_float32(client):
     plain = await vectors(client, input="abcda", encoding_format="float")
     (packed,) = await vectors(client, input="abcda", encoding_format="base64")
@@ -98,6 +135,10 @@ async def test_prompts_are_cut_where_that_is_asked_for_and_refused_where_not(cli
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 5}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"input": "a", "normalize": True, "use_activation": False}, "use_activation"),
+        ({"input": "a", "padding": "longest"}, "padding"),
         ({"input": "a", "truncate_prompt_tokens": 129}, "truncate_prompt_tokens"),
         ({"input": "a", "truncation_side": "middle"}, "truncation_side"),
         ({"input": "a", "model": "other"}, "model"),

@@ -75,6 +75,9 @@ async def test_whole_and_in_a_stream(client: httpx.AsyncClient, frontend: Any) -
     }
     stream = await client.post(URL, json=HI | {"system": "be short", "stream": True}, headers=headers)
     assert folded(stream) == whole
+    longer = (await client.post(URL, json=HI | {"system": "x" * 80})).json()["usage"]
+    assert longer["cache_creation_input_tokens"] == 64 - 2, "a whole block, less what was found"
+    assert sum(longer.values()) - longer["output_tokens"] == len(prompt) - len("be short") + 80
 
 
 @pytest.mark.parametrize(

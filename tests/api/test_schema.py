@@ -272,7 +272,10 @@ def test_a_field_is_served_or_not_but_listed() -> None:
             {"add_generation_prompt": True, "continue_final_message": True},
             "continue_final_message: true, allowed only without add_generation_prompt: true",
         ),
-        ({"allowed_token_ids": [5, VOCAB]}, "allowed_token_ids: 100, allowed are token ids from 0 to 99"),
+        (
+            {"allowed_token_ids": [5, VOCAB]},
+            "allowed_token_ids: 100 is out of vocabulary, allowed are token ids from 0 to 99",
+        ),
     ],
 )
 def test_what_contradicts_itself_or_the_model_is_explained(fields: dict[str, Any], named: str) -> None:

@@ -202,6 +202,25 @@ def test_tokens_go_to_the_frontend_that_asked(served):
     assert b.tokens_of("from500") == [501, 502, 503, 504, 505]
 
 
+def test_steps_count_prompts_with_what_was_found_and_outputs(served):
+    make, _, _ = served
+    a = make()
+    a.hello()
+    for name in "first", "again":  # the second time some of its tokens are found
+        a.ask(make_request(name, [1] * 40, max_tokens=3))
+        counted = []
+
+        def ended(event, counted=counted):
+            if not isinstance(event, StepReport):
+                return False
+            counted.append(event.step_tokens)
+            return any(output.finish for output in event.outputs)
+
+        stats = a.until(ended).stats
+        assert [tokens for tokens in counted if tokens] == [41, 1, 1]
+    assert stats.prefix_hits >= 32
+
+
 def test_what_was_fetched_is_told_before_the_tokens_that_came_of_it(served):
     """Or a recovery would be taken for one without."""
     make, _, _ = served

@@ -262,6 +262,7 @@ def test_series_of_engines_say_that_every_frontend_shows_the_same() -> None:
     metrics = Metrics("m", ["e"])
     metrics.observe_weights("e", "checkpoint", 2.0)
     metrics.observe_weights("e", "map", 0.5)
+    metrics.observe_cache("e", 512, 16, 2048)
     assert value(metrics, "weights_load_seconds", engine="e", source="map") == 0.5
     families = list(text_string_to_metric_families(Exposition([metrics]).render()[0].decode()))
     assert sum(len(f.samples) for f in families if f.name == "penstock:weights_load_seconds") == 1, "of its last start"
@@ -310,22 +311,33 @@ VLLM_NAMES = {
     *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
     *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "iteration_tokens_total_count"),
     *("request_time_per_output_token_seconds_count", "request_prefill_kv_computed_tokens_sum"),
-    "prompt_tokens_cached_total",
+    *("prompt_tokens_cached_total", "num_requests_waiting_by_reason", "admission_rejections_total"),
+    *("request_num_preemptions_bucket", "cache_config_info"),
 }
 
 
 def test_with_compat_everything_is_there_under_vllms_names_too() -> None:
     metrics = Metrics("m", ["e"])
     metrics.observe_first_token(0.2)
-    metrics.observe_stats("e", stats(running=3), 5)
-    metrics.observe_request(RequestRecord(request_id="a", model="m", prompt_tokens=7, finish_reason="stop"))
+    metrics.observe_stats("e", stats(running=3, waiting=2), 5)
+    metrics.observe_cache("e", 512, 16, 2048)
+    metrics.observe_rejection()
+    record = RequestRecord(request_id="a", model="m", prompt_tokens=7, preemptions=2, finish_reason="stop")
+    metrics.observe_request(record)
     found = samples(metrics, "vllm")
     vllm = {(name.removeprefix("vllm:"), labels): v for (name, labels), v in found.items() if name.startswith("vllm:")}
     assert {name for name, _ in vllm} >= VLLM_NAMES
     assert all(("model_name", "m") in labels for _, labels in vllm)
     timestamps = {key for key in vllm if key[0].endswith("_created")}
     for (name, labels), number in vllm.items():
-        assert (name, labels) in timestamps or found["penstock:" + name, labels] == number
+        by_reason = name == "num_requests_waiting_by_reason"
+        assert (name, labels) in timestamps or by_reason or found["penstock:" + name, labels] == number
+    engine = {"model_name": "m", "engine": "e"}
+    assert vllm["num_requests_waiting_by_reason", frozenset((engine | {"reason": "capacity"}).items())] == 2
+    cache = {"block_size": "16", "num_gpu_blocks": "512", "kv_cache_size_tokens": "8192"}
+    assert vllm["cache_config_info", frozenset((engine | cache | {"kv_cache_max_concurrency": "4.0"}).items())] == 1
+    assert vllm["admission_rejections_total", frozenset({"model_name": "m"}.items())] == 1
+    assert vllm["request_num_preemptions_sum", frozenset({"model_name": "m"}.items())] == 2
     assert vllm["num_requests_running", frozenset({"model_name": "m", "engine": "e"}.items())] == 3
     assert not {name for name, _ in vllm} & {"instance_up", "handoffs_total", "http_requests_total"}  # vLLM has none
 

@@ -380,6 +380,7 @@ def test_offline_work_is_last_and_is_preempted_first():
         assert device.scheduler.counters.preemptions == 1
         plan = device.plan()
         assert [(s.request_id, s.start) for s in plan.sequences] == [("offline", 600)]  # what it had read was kept
+        assert device.scheduler.sequence("offline").preemptions == 1  # as its `Timing` will say
 
 
 def test_offline_work_waits_for_gaps():

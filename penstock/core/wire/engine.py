@@ -314,8 +314,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """A step's outputs for this frontend. `step_tokens` is 0 in the report that an idle engine sends, and after a
-    step that ended early."""
+    """A step's outputs for this frontend. `step_tokens` are those of prompts, also what a cache had of them, and of
+    outputs; 0 in the report that an idle engine sends, and after a step that ended early."""
 
     incarnation: int
     outputs: list[TokenOutput]

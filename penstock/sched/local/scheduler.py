@@ -850,6 +850,7 @@ class Scheduler:
         self._let_go(victim, known=known)
         victim.restart()
         victim.gave_way = True
+        victim.preemptions += 1
         self._enqueue(victim)
         self.counters.preemptions += 1
 

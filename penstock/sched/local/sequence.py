@@ -82,7 +82,7 @@ class Sequence:
         kept: tier below the device -> how many leading blocks of each group were looked at for a copy there
             (`sched.local.offload`).
         store_hold: on its blocks, for copies that are being made; None as long as there were none.
-        gave_way: it was preempted.
+        gave_way: it was preempted; `preemptions`: how often, here.
         asked: it was asked whether a tier that others fill has more of it.
         loads: how often it waited for copies; `loaded`: tier -> tokens that they brought.
         fetched: tokens that were brought from a peer, or from what a failed one has left.
@@ -117,6 +117,7 @@ class Sequence:
         "moving",
         "pooled",
         "pooling",
+        "preemptions",
         "prompt_logprobs",
         "published",
         "rank",
@@ -174,6 +175,7 @@ class Sequence:
         self.transferring: dict[int, int] = {}
         self.kept: dict[str, int] = {}
         self.asked = self.gave_way = False
+        self.preemptions = 0
         self.loads, self.loaded = 0, dict[str, int]()
         self.fetched = 0
         self.store_hold: StoreHold | None = None
