@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.core.clock import SystemClock
 from penstock.service.batch_runner import LEAST, MOST_PAUSE, TRIES, WINDOW, Answer, BatchRunner, Inflow
 from penstock.service.batch_store import BatchStore
-from penstock.service.models import Models
+from penstock.service.frontend import Models
 from tests.helpers.waiting import until
 
 ENDPOINT = "/v1/completions"
