@@ -28,15 +28,15 @@ from penstock.api import (
 )
 from penstock.api import models as model_cards
 from penstock.api.http import Application, Route, json_response
-from penstock.api.openai import AnswerDefaults
 from penstock.api.openapi import document
 from penstock.api.response_store import ResponseStore
+from penstock.api.schema import AnswerDefaults
 from penstock.obs.exposition import Exposition
 from penstock.obs.tracing import Tracing
 
 if TYPE_CHECKING:
     from penstock.service.batch_store import BatchStore
-    from penstock.service.models import Models
+    from penstock.service.frontend import Models
 
 SIZES = "vocab_size", "max_model_len", "embedding_size"  # bounds in the OpenAPI document: the widest model's
 MAX_FILE_BYTES = 1 << 30

@@ -13,8 +13,8 @@ from starlette.types import Send
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.api.message import MessageReader, plain_message, reasoning_tokens
-from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
-from penstock.api.schema import ChatBody, Prediction, check_token_ids, sampling_params, service_level
+from penstock.api.openai import Envelope, beside, head, timing_body, usage_body
+from penstock.api.schema import AnswerDefaults, ChatBody, Prediction, check_token_ids, sampling_params, service_level
 from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
 from penstock.api.tools import ToolUse
@@ -29,8 +29,7 @@ from penstock.text.dialect import Dialect
 from penstock.text.reasoning import ReasoningParser
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
 

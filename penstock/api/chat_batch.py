@@ -12,16 +12,15 @@ from starlette.types import Send
 
 from penstock.api.chat import ChatShape, Turn, turn_of
 from penstock.api.http import Route, UntilDisconnect, read_body
-from penstock.api.openai import AnswerDefaults, usage_body
-from penstock.api.schema import MAX_PROMPTS, ChatBody, Messages, service_level
+from penstock.api.openai import usage_body
+from penstock.api.schema import MAX_PROMPTS, AnswerDefaults, ChatBody, Messages, service_level
 from penstock.api.sse import send_json
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 HARMLESS: dict[str, tuple[object, ...]] = {  # fields of a chat that are not served here -> what changes nothing
     "stream": (False,),

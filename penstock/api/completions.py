@@ -12,9 +12,9 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
-from penstock.api.openai import AnswerDefaults, Envelope, beside, head, timing_body, usage_body
+from penstock.api.openai import Envelope, beside, head, timing_body, usage_body
 from penstock.api.prompts import encoded
-from penstock.api.schema import CompletionBody, prompts_of, sampling_params, service_level
+from penstock.api.schema import AnswerDefaults, CompletionBody, prompts_of, sampling_params, service_level
 from penstock.api.sse import send_events, send_whole
 from penstock.api.structured import check_grammar
 from penstock.core.sampling import SamplingParams
@@ -24,8 +24,7 @@ from penstock.service.intake import check_named, check_room, longest_whole, trun
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 
 def routes(models: Models, defaults: AnswerDefaults) -> list[Route]:

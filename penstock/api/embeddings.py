@@ -37,8 +37,7 @@ from penstock.service.generation import Usage
 from penstock.service.intake import truncated
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 Shown = TypeVar("Shown")
 AT_ONCE = 16  # vectors that are put together before others get their turn

@@ -10,11 +10,10 @@ from starlette.responses import Response
 from penstock.api.http import MODEL, Route, json_response
 from penstock.core.errors import Unavailable
 from penstock.obs.exposition import Exposition
-from penstock.service.models import check_any
+from penstock.service.frontend import check_any
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 
 def routes(models: Models, exposition: Exposition, version: str) -> list[Route]:

@@ -29,7 +29,7 @@ from penstock.obs.tracing import Tracing
 from penstock.service.batch_runner import Answer
 
 if TYPE_CHECKING:
-    from penstock.service.models import Models
+    from penstock.service.frontend import Models
 
 OPEN_ROUTES = {"/", "/docs", "/health", "/ping", "/ready", "/metrics", "/version"}  # need no key
 PAGE_FILES = "/page/"  # neither does what is below it

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp
 from penstock.api.health import check_healthy
 from penstock.api.http import Route, read_data
 from penstock.core.errors import InvalidRequest
-from penstock.service.models import check_any
+from penstock.service.frontend import check_any
 
 if TYPE_CHECKING:
-    from penstock.service.models import Models
+    from penstock.service.frontend import Models
 
 PATHS: Mapping[str, str] = {  # what a body has -> where it would have been sent
     "encoding_format": "/v1/embeddings",

@@ -24,8 +24,7 @@ from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 Block = dict[str, Any]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)]

@@ -8,11 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.http import Route, json_response
-from penstock.service.models import check_any
+from penstock.service.frontend import check_any
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 
 def routes(models: Models) -> list[Route]:

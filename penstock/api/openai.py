@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock.api.errors import error_row
 from penstock.api.schema import GenerationBody
@@ -15,31 +14,6 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 DONE = b"data: [DONE]\n\n"
-BodyType = TypeVar("BodyType", bound=GenerationBody)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnswerDefaults:
-    """What the server's flags say of answers, where a request says nothing.
-
-    Attributes:
-        tokens_as_ids: see `GenerationBody.return_tokens_as_token_ids`.
-        usage: whether all events of streams say how much was used, whatever the request says.
-        timing: whether answers say how long they took.
-    """
-
-    tokens_as_ids: bool = False
-    usage: bool = False
-    timing: bool = False
-
-    def applied(self, body: BodyType) -> BodyType:
-        """The same body, with them."""
-        if body.return_tokens_as_token_ids is None:
-            body.return_tokens_as_token_ids = self.tokens_as_ids
-        if self.usage and body.stream:
-            body.stream_options = {"include_usage": True, "continuous_usage_stats": True}
-        body.show_timing(self.timing)
-        return body
 
 
 class Envelope:

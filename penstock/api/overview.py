@@ -19,8 +19,7 @@ from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.wire.master import History
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 APART = "requests of several API keys are kept apart, and this is about all: read the file of the flight recorder"
 INTERVAL = 1.0  # seconds between two looks

@@ -24,8 +24,7 @@ from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 Item = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them

@@ -816,3 +816,30 @@ def _explained(error: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"{field}: missing, it is required", field)
     allowed = ALLOWED[error["type"]].format(**error.get("ctx", {}))
     return InvalidRequest(f"{field or 'the body'}: {SHORT.repr(error['input'])}, allowed is {allowed}", field or None)
+
+
+GenerationType = TypeVar("GenerationType", bound=GenerationBody)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerDefaults:
+    """What the server's flags say of answers, where a request says nothing.
+
+    Attributes:
+        tokens_as_ids: see `GenerationBody.return_tokens_as_token_ids`.
+        usage: whether all events of streams say how much was used, whatever the request says.
+        timing: whether answers say how long they took.
+    """
+
+    tokens_as_ids: bool = False
+    usage: bool = False
+    timing: bool = False
+
+    def applied(self, body: GenerationType) -> GenerationType:
+        """The same body, with them."""
+        if body.return_tokens_as_token_ids is None:
+            body.return_tokens_as_token_ids = self.tokens_as_ids
+        if self.usage and body.stream:
+            body.stream_options = {"include_usage": True, "continuous_usage_stats": True}
+        body.show_timing(self.timing)
+        return body

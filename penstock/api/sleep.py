@@ -13,8 +13,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.memory import PARTS, Part
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 LEVELS: dict[str, Literal[1, 2]] = {"1": 1, "2": 2}
 REFUSALS = {409: "an engine cannot do so in the state that it is in"}

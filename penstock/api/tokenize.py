@@ -12,8 +12,7 @@ from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
 from penstock.core.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 MAX_TOKENS = 1 << 18  # or a context, if that is more
 

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from penstock.service.batch_store import BatchStore
     from penstock.service.channel import EngineChannel
     from penstock.service.curve import Curve
-    from penstock.service.frontend import Frontend
+    from penstock.service.frontend import Frontend, Models
     from penstock.service.master_pump import MasterPump
-    from penstock.service.models import Models
     from penstock.service.placement import Placement
     from penstock.service.policies import Policies
     from penstock.service.registry import LocalRegistry, Registry
@@ -262,13 +261,13 @@ def make_site(
         kept_responses: see `create_app`.
     """
     from penstock.api.app import create_app
-    from penstock.api.openai import AnswerDefaults
+    from penstock.api.schema import AnswerDefaults
     from penstock.core.clock import SystemClock
     from penstock.obs.exposition import Exposition
     from penstock.service.batch_runner import BatchRunner
     from penstock.service.batch_store import BatchStore
     from penstock.service.channel import make_context
-    from penstock.service.models import Models
+    from penstock.service.frontend import Models
 
     clock, context = SystemClock(), make_context()
     placements: list[Placement] = []

@@ -19,8 +19,7 @@ from penstock.service.batch_store import Answered, Batch, BatchStore
 
 if TYPE_CHECKING:
     from penstock.core.clock import Clock
-    from penstock.service.frontend import Frontend
-    from penstock.service.models import Models
+    from penstock.service.frontend import Frontend, Models
 
 LOOK = 0.5  # seconds between two looks for batches
 TICK = 0.05  # between two looks at whether more lines may begin

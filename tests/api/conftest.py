@@ -23,9 +23,8 @@ from penstock.core.wire.master import History
 from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
 from penstock.service.embedding import EmbeddingDefaults
-from penstock.service.frontend import Frontend
+from penstock.service.frontend import Frontend, Models
 from penstock.service.generation import Generation, Usage
-from penstock.service.models import Models
 from penstock.text import grammar
 from penstock.text.chat import normalise
 from penstock.text.detokenizer import Delta

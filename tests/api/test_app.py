@@ -10,7 +10,7 @@ import pytest
 
 from penstock.core.errors import EngineFailure
 from penstock.obs.exposition import Exposition
-from penstock.service.models import Models
+from penstock.service.frontend import Models
 
 pytestmark = pytest.mark.anyio
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -14,7 +14,7 @@ from penstock.core.errors import Unavailable
 from penstock.core.wire.master import History
 from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
-from penstock.service.models import Models
+from penstock.service.frontend import Models
 
 SCRIPTED = importlib.import_module("tests.api.conftest").ScriptedFrontend
 pytestmark = pytest.mark.anyio

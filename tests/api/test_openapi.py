@@ -14,7 +14,7 @@ from penstock.api.app import create_app
 from penstock.api.openapi import document
 from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
-from penstock.service.models import Models
+from penstock.service.frontend import Models
 from tests.helpers.documented import CHECKS
 
 SCRIPTED = importlib.import_module("tests.api.conftest").ScriptedFrontend  # fixtures come too late for a schema

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.api import overview
 from penstock.core.errors import Unavailable
-from penstock.service.models import Models
+from penstock.service.frontend import Models
 
 pytestmark = pytest.mark.anyio
 PAGES = 50

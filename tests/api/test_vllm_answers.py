@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from penstock.api import background
-from penstock.api.openai import AnswerDefaults
+from penstock.api.schema import AnswerDefaults
 from penstock.core.errors import EngineFailure
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ from penstock.core.clock import SystemClock
 from penstock.obs.metrics import Metrics
 from penstock.service.batch_runner import LEAST, MOST_PAUSE, TRIES, WINDOW, Answer, BatchRunner, Inflow
 from penstock.service.batch_store import BatchStore
-from penstock.service.models import Models
+from penstock.service.frontend import Models
 from tests.helpers.waiting import until
 
 ENDPOINT = "/v1/completions"

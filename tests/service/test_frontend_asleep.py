@@ -10,8 +10,8 @@ from penstock.api.app import create_app
 from penstock.core.wire.engine import Sleep, Slept, StepReport, WakeUp
 from penstock.obs.exposition import Exposition
 from penstock.service.checkpoint import DEMO
+from penstock.service.frontend import Models
 from penstock.service.instances import ChannelLost
-from penstock.service.models import Models
 from penstock.text.tokenizer import Tokenizer
 from tests.helpers.frontends import run
 from tests.helpers.scripted import STATS
