@@ -108,6 +108,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     group.add_argument("--dtype")
+    group.add_argument("--quantization", help="of a plain checkpoint: int8, int4, fp8, hqq4, hqq3 or hqq2")
     add_flag(group, "max-num-seqs", integer(1))
     add_flag(group, "max-model-len", integer(2))
     add_flag(group, "max-num-batched-tokens", integer(1))
