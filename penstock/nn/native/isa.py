@@ -38,14 +38,12 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
 V4 = "-march=x86-64-v4"
 BF16 = f"{V4} -mavx512vnni -mavx512bf16"
 
-# of each machine the least first; amx has no kernels of its own yet, its library is avx512_bf16 with leave to use tiles
+# of each machine the least first; a processor with AMX has avx512_bf16, as there are no kernels for tiles yet
 SETS = (
     _of("avx2", "x86_64", "-march=x86-64-v3", AVX2),
     _of("avx512", "x86_64", V4, AVX512),
     _of("avx512_vnni", "x86_64", f"{V4} -mavx512vnni", f"{AVX512} avx512_vnni"),
     _of("avx512_bf16", "x86_64", BF16, f"{AVX512} avx512_vnni avx512_bf16"),
-    _of("amx", "x86_64", f"{BF16} -mamx-tile -mamx-bf16 -mamx-int8",
-        f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8"),
     _of("neon", "aarch64", "-march=armv8-a", ""),
     _of("neon_bf16", "aarch64", "-march=armv8.2-a+dotprod+i8mm+bf16", "asimddp bf16 i8mm"),
 )  # fmt: skip
