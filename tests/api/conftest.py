@@ -15,7 +15,7 @@ import uvicorn
 from penstock.api.app import create_app
 from penstock.api.http import Application
 from penstock.core.clock import ManualClock
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, PromptTooLong
 from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
@@ -238,6 +238,9 @@ class ScriptedFrontend:
         self.request_ids.append(request_id)
         if not all(prompts):
             raise InvalidRequest("prompt: empty", "prompt")
+        longest, output = self.max_model_len, int(pooling is None)
+        if too_long := [len(prompt) for prompt in prompts if len(prompt) + output > longest]:
+            raise PromptTooLong.of(too_long[0], longest, output=output)
         parts = [ScriptedGeneration(i * params.n, prompt, params, level) for i, prompt in enumerate(prompts)]
         request = ScriptedRequest(parts, params, prompts_only)
         for part in parts:

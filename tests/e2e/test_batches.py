@@ -81,11 +81,12 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(server):
     eventually(lambda: not json.loads(server.get("/overview"))["frontend"]["sequences"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victims", "count"),
     [
         (["frontend"], 100),
-        pytest.param(["frontend", "master", "engine-0", "frontend"], 800, marks=pytest.mark.slow),
+        (["frontend", "master", "engine-0", "frontend"], 800),
     ],
 )
 def test_each_line_is_answered_once_whoever_is_killed(tmp_path, victims, count):

@@ -147,6 +147,7 @@ def connect(server):
     return ours
 
 
+@pytest.mark.slow
 def test_a_client_that_hardly_reads_slows_nobody_and_loses_its_request():
     """A byte a second: by the time one fills a packet, whoever read so has been given up. What it asked for takes
     several times as long as that. A second such client costs no memory that the first did not."""

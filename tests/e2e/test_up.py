@@ -295,6 +295,7 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_an_engine_whose_rank_is_killed_is_started_again_and_goes_on(tmp_path):
     """With what it has on disk, and so does the next deployment."""
     engine = DEMO | {"tensor-parallel-size": 2, "disk-cache": str(tmp_path), "disk-cache-size": "100M"}
