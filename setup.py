@@ -38,9 +38,12 @@ class BuildKernels(build_py):
 
     libraries: list[Path]
 
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.libraries = []
+
     def run(self) -> None:
         super().run()
-        self.libraries = []
         if self.editable_mode:
             return
         wheel = self.get_finalized_command("bdist_wheel")
