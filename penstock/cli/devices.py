@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 THIS_MACHINE = "this-machine"
 FILES = (".json", ".yaml", ".yml")
 MEASURED_SECONDS = 0.4  # for each value
+LATENCIES = ("overhead_ms", "link_latency_us", "all_to_all_us", "network_latency_us")  # may be 0
 COPIED = 1 << 28  # bytes; far beyond any processor's caches
 
 
@@ -70,7 +71,7 @@ def load_geometry(name: str) -> ModelShape:
         name: in `sched.steptime.GEOMETRIES`, "demo", or a Hugging Face folder.
 
     Raises:
-        ConfigError: neither, or a config.json that describes no dense decoder.
+        ConfigError: neither, or a config.json that describes no decoder.
     """
     if name in GEOMETRIES:
         return GEOMETRIES[name]
@@ -202,7 +203,7 @@ def _read(file: Path) -> tuple[DeviceModel, MeasuredSteps | None]:
     except msgspec.ValidationError as error:
         raise wrong(error) from None
     for name, value in asdict(device).items():
-        least = name in ("overhead_ms", "link_latency_us")
+        least = name in (*LATENCIES, "expert_parallel")
         if not (isfinite(value) and (value >= 0 if least else value > 0)):
             raise wrong(f"{name} is {value}, allowed is a number {'of at least' if least else 'above'} 0")
     for name, value in (measured.factors if measured is not None else {}).items():

@@ -22,6 +22,19 @@ MOST = {
     "sliding_window": 1 << 30,
     "max_window_layers": 10_000,
     "sliding_window_pattern": 10_000,
+    "n_routed_experts": 1 << 16,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "num_experts_per_tok": 1 << 16,
+    "n_shared_experts": 1 << 16,
+    "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22,
+    "first_k_dense_replace": 10_000,
+    "q_lora_rank": 1 << 20,
+    "kv_lora_rank": 1 << 20,
+    "qk_rope_head_dim": 1 << 14,
+    "qk_nope_head_dim": 1 << 14,
+    "v_head_dim": 1 << 14,
 }
 
 

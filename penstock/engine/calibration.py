@@ -53,7 +53,7 @@ def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: M
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    weights = shape.layer_bytes + shape.head_bytes
+    weights = shape.read_bytes(1) + shape.head_bytes
     blocks = tuple(range(trial_blocks(len(shape.kv_groups), device)))
     bandwidth = peak = 0.0
     before = 0
@@ -68,7 +68,7 @@ def calibrated(run: Callable[[StepPlan], object], device: torch.device, shape: M
         if rows == 1:
             bandwidth = weights / seconds
         else:
-            peak = max(peak, 2 * (shape.layer_params * rows + shape.head_params) / seconds)
+            peak = max(peak, 2 * (shape.active_params * rows + shape.head_params) / seconds)
             if seconds > SECONDS:
                 break
     return DeviceModel(peak_flops=peak, bandwidth=bandwidth, memory=memory)

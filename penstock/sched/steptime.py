@@ -7,14 +7,22 @@ The parts of a step run one after the other, so each has its own roofline and th
 Prompts i bring n_i new tokens over c_i cached ones; B sequences decode one token each, with K tokens of KV together.
 
     part               flops                                       bytes
-    gemm               2 * layer_params * (sum n_i + B)            weights of the layers
+    gemm               2 * dense_params * (sum n_i + B)            weights of the layers, without experts
+    experts            2 * params of k experts * (sum n_i + B)     weights of those that any token has chosen
     lm_head            2 * head_params * (rows with logits)        weights of the head
     prefill_attention  4 * L * H * d * sum n_i * (c_i + n_i / 2)   KV of c_i + n_i
     decode_attention   4 * L * H * d * K                           KV of K
-    collectives        two all-reduces of a row of `hidden` values per layer and token, over the devices' links
+    collectives        over the devices' links: `sched.collectives`
 
 with L layers, H query heads and d their width. Activations and the writing of new KV are small beside these and left
 out. Factors are 1 until something has been measured (`sched.factors`).
+
+Of N experts in a layer t tokens that choose k each are expected to choose N * (1 - (1 - k/N) ** t); several
+data-parallel groups choose together, and have them together. Where experts are whole on their devices, the busiest one
+has `imbalance` times the mean of tokens.
+
+Latent attention (`Latents`) reads one vector of r + e values a token, with the rank r and rotary part e. Decoding
+multiplies it as it is, 2 * L * H * (2 * r + e) * K; prefill makes K and V of it, in every chunk for all before it.
 
 Layers with a window read and multiply at most that: K and c_i + n_i / 2 are means over the layers (`StepTime.seen`).
 
@@ -29,10 +37,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, inf, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.core.hf_config import count, mixed_windows
+from penstock.sched.collectives import collectives
+from penstock.sched.presets import DEVICES, GEOMETRIES, read_shape
 
 __all__ = [
     "DEVICES",
@@ -48,84 +57,8 @@ __all__ = [
 
 GRAIN = 64  # tokens: a budget is a multiple of it
 MARGIN, SPREADS = 0.9, 2.0  # of a limit at most; standard deviations by which a step may miss its prediction
-PARTS = ("gemm", "lm_head", "prefill_attention", "decode_attention")  # those with a roofline, in this order everywhere
-
-# Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
-# Hosts are behind PCIe 5.0 x16 where a value is named, 63e9 bytes/s of which four fifths are usable; else behind 4.0.
-DEVICES = {
-    "a100": DeviceModel(peak_flops=312e12, bandwidth=2.039e12, memory=80 * 10**9, link_bandwidth=300e9),
-    "h100": DeviceModel(
-        peak_flops=989e12, bandwidth=3.35e12, memory=80 * 10**9, link_bandwidth=450e9, host_bandwidth=50e9
-    ),
-    "h200": DeviceModel(
-        peak_flops=989e12, bandwidth=4.8e12, memory=141 * 10**9, link_bandwidth=450e9, host_bandwidth=50e9
-    ),
-    "l4": DeviceModel(peak_flops=121e12, bandwidth=0.3e12, memory=24 * 10**9),  # 242e12 is with sparsity
-    "l40s": DeviceModel(peak_flops=362e12, bandwidth=0.864e12, memory=48 * 10**9),
-    # there is no public data sheet: 376 TFLOPS is what vendors of Atlas A2 servers name for their larger variant, where
-    # xLLM's own model takes 390; 1.6 TB/s is xLLM's; seven HCCS links of 56 GB/s both ways together
-    "ascend-910b": DeviceModel(peak_flops=376e12, bandwidth=1.6e12, memory=64 * 10**9, link_bandwidth=196e9),
-}
-
-
-def _every_sixth(layers: int, window: int) -> tuple[int | None, ...]:
-    """Windows on all layers but each sixth, as Gemma 3 has them."""
-    return tuple(window if (i + 1) % 6 else None for i in range(layers))
-
-
-GEOMETRIES = {
-    "qwen3-0.6b": ModelShape(
-        layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936, tied=True
-    ),
-    "qwen3-8b": ModelShape(
-        layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936
-    ),
-    "qwen3-32b": ModelShape(
-        layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128, intermediate=25600, vocab=151936
-    ),
-    "qwen-7b": ModelShape(
-        layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, intermediate=11008, vocab=151936
-    ),
-    "qwen2-7b": ModelShape(
-        layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064
-    ),
-    "qwen2.5-32b": ModelShape(
-        layers=64, hidden=5120, heads=40, kv_heads=8, head_dim=128, intermediate=27648, vocab=152064
-    ),
-    "llama-2-70b": ModelShape(
-        layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, intermediate=28672, vocab=32000
-    ),
-    "gemma-3-27b": ModelShape(
-        layers=62,
-        hidden=5376,
-        heads=32,
-        kv_heads=16,
-        head_dim=128,
-        intermediate=21504,
-        vocab=262208,
-        tied=True,
-        windows=_every_sixth(62, 1024),
-    ),
-    "llama-3.1-8b": ModelShape(
-        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256
-    ),
-}
-
-
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The geometry that a config.json of a dense decoder describes. Raises ConfigError naming what is missing."""
-    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    return ModelShape(
-        layers=count(config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=count(config, "num_key_value_heads", heads),
-        head_dim=count(config, "head_dim", hidden // heads),
-        intermediate=count(config, "intermediate_size"),
-        vocab=count(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        windows=mixed_windows(config),
-    )
+# those with a roofline, in this order everywhere
+PARTS = ("gemm", "experts", "lm_head", "prefill_attention", "decode_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +84,7 @@ class _Part(NamedTuple):
 
     flops: int
     peak: float
-    moved: int
+    moved: float
     bandwidth: float
     compute: float
     memory: float
@@ -174,28 +107,44 @@ class _Model(NamedTuple):
 
     overhead: float
     gemm: _Part
+    experts: _Part
     head: _Part
     prefill: _Part
     decode: _Part
 
 
 @lru_cache(maxsize=64)
-def _work(shape: ModelShape) -> tuple[tuple[int, int], ...]:
-    """Operations and bytes of one unit of each of PARTS."""
-    layers, head = shape.layer_params, shape.head_params
-    pair_flops = 4 * shape.layers * shape.heads * shape.head_dim  # of one token looking at one
+def _work(device: DeviceModel, shape: ModelShape) -> tuple[tuple[int, float], ...]:
+    """Operations and bytes of one unit of each of PARTS; of experts' bytes the unit is all of them."""
+    each = shape.kv_bytes_per_token * shape.kv_copies(device)
+    prefill = decode = 4 * shape.layers * shape.heads * shape.head_dim  # of one token looking at one
+    if shape.latents is not None:
+        r, e = shape.latents.kv_rank, shape.latents.rope_dim
+        prefill = 2 * shape.layers * shape.heads * (shape.latents.nope_dim + e + shape.latents.value_dim)
+        decode = 2 * shape.layers * shape.heads * (2 * r + e)
     return (
-        (2 * layers, shape.layer_bytes),
-        (2 * head, shape.head_bytes),
-        (pair_flops, shape.kv_bytes_per_token),
-        (pair_flops, shape.kv_bytes_per_token),
+        (2 * shape.dense_params, shape.dense_bytes),
+        (2 * (shape.active_params - shape.dense_params), shape.expert_bytes / device.data_parallel),
+        (2 * shape.head_params, shape.head_bytes),
+        (prefill, each),
+        (decode, each),
     )
+
+
+@lru_cache(maxsize=64)
+def _expansion(shape: ModelShape) -> float:
+    """What making K and V of a cached token's latent takes, in pairs of tokens of which one looks at the other."""
+    latents = shape.latents
+    if latents is None:
+        return 0.0
+    made = latents.nope_dim + latents.value_dim
+    return latents.kv_rank * made / (made + latents.rope_dim)
 
 
 @lru_cache(maxsize=64)
 def _sights(shape: ModelShape) -> tuple[tuple[float, float], ...]:
     """(window, share of the layers that have it); empty where all layers see everything."""
-    if not any(shape.windows):
+    if not any(shape.windows) or shape.latents is not None:
         return ()
     windows = [inf if window is None else float(window) for window in shape.windows]
     return tuple((window, windows.count(window) / len(windows)) for window in sorted(set(windows)))
@@ -213,12 +162,14 @@ class StepTime:
             one bound of a part, "PART" for what has none of its own; "collectives" and "overhead" have no bounds.
             Names of anything else are ignored.
         spread: by how much measured steps lately missed the prediction, as a share of it; 0 where nothing was measured.
+        imbalance: tokens that the busiest device's experts compute, over the mean of devices.
     """
 
     device: DeviceModel
     shape: ModelShape
     factors: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
+    imbalance: float = 1.0
 
     @property
     def margin(self) -> float:
@@ -228,7 +179,7 @@ class StepTime:
     @cached_property
     def _model(self) -> _Model:
         """All at once: in Python 3.11 every property that is kept takes a lock."""
-        factors, work = self.factors, _work(self.shape)
+        factors, work = self.factors, _work(self.device, self.shape)
         peak, bandwidth = self.device.peak_flops, self.device.bandwidth
         parts = []
         for (part, by_compute, by_memory), (flops, moved) in zip(_FACTORS, work, strict=True):
@@ -258,17 +209,29 @@ class StepTime:
                 pairs += self.seen(new, new * (cached + new / 2))
                 read += new + self.seen(1, cached)
             return tokens, pairs, read
+        made = self._made
         for new, cached in prefills:
             tokens += new
-            pairs += new * (cached + new / 2)
+            pairs += new * (cached + new / 2) + made * cached
             read += new + cached
         return tokens, pairs, read
+
+    @cached_property
+    def _made(self) -> float:
+        """As `_expansion` has it."""
+        return _expansion(self.shape)
+
+    def _chosen(self, tokens: int) -> float:
+        """Share of a device's experts that tokens of this and as many of every other group choose; of the busiest
+        device."""
+        experts = self.shape.experts
+        return min(1.0, self.imbalance * experts.chosen(tokens * self.device.data_parallel)) if experts else 0.0
 
     @cached_property
     def _link(self) -> tuple[float, float]:
         """ms of a step, and of each token in it."""
         factor = self.factors.get("collectives", 1.0)
-        each_step, each_token = _all_reduces(self.device, self.shape)
+        each_step, each_token = collectives(self.device, self.shape)
         return factor * each_step, factor * each_token
 
     def parts(
@@ -297,10 +260,11 @@ class StepTime:
         new, pairs, read = self._looked_at(prefills)
         tokens, kv = decodes + new, self.seen(decodes, kv_tokens)
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
-        each_step, each_token = _all_reduces(self.device, self.shape)
-        _, gemm, head, prefill, decode = self._model
+        each_step, each_token = collectives(self.device, self.shape)
+        _, gemm, experts, head, prefill, decode = self._model
         bounds = (
             gemm.bounds(tokens, 1 if tokens else 0),
+            experts.bounds(tokens * self.imbalance, self._chosen(tokens)),
             head.bounds(rows, 1 if rows else 0),
             prefill.bounds(pairs, read),
             decode.bounds(kv, kv),
@@ -375,12 +339,13 @@ class StepTime:
             cached: tokens of the prompt before them.
             decodes, kv_tokens: as in `parts`.
         """
-        if self.sights:  # no polynomials
+        if self.sights or self.shape.experts is not None:  # no polynomials
             fits = range(1, high + 1)
             return bisect_right(fits, limit_ms, key=lambda n: self.step_ms([(n, cached)], decodes, kv_tokens))
         each_step, each_token = self._link
-        overhead, gemm, head, attention, decode = self._model
+        overhead, gemm, _, head, attention, decode = self._model
         fixed = overhead + head.ms(decodes + 1, 1) + decode.ms(kv_tokens, kv_tokens)
+        made = attention.compute_slope * self._made * cached
         left = limit_ms - fixed - each_step - each_token * decodes
         # the time is the largest of four polynomials, one for each choice of bounds: each of them has to stay within
         most = float(high)
@@ -389,7 +354,8 @@ class StepTime:
             by_memory = linear + attention.memory_slope
             most = min(most, (left - constant - attention.memory_slope * cached) / by_memory)
             most = min(
-                most, _root(attention.compute_slope / 2, linear + attention.compute_slope * cached, constant - left)
+                most,
+                _root(attention.compute_slope / 2, linear + attention.compute_slope * cached, constant + made - left),
             )
         fitting = int(max(0.0, most))
         # the last bit of rounding
@@ -418,7 +384,9 @@ class StepTime:
         """Everything that depends on how many tokens there are and not on what they look at."""
         model = self._model
         ms = model.gemm.ms(tokens, 1 if tokens else 0) + model.head.ms(rows, 1 if rows else 0)
-        if self.device.tensor_parallel == 1 or not tokens:
+        if self.shape.experts is not None:
+            ms += model.experts.ms(tokens * self.imbalance, self._chosen(tokens))
+        if self.device.devices == 1 or not tokens:
             return ms
         each_step, each_token = self._link
         return ms + each_step + each_token * tokens
@@ -426,14 +394,15 @@ class StepTime:
     def _chunks_ms(self, chunks: int, size: int, cached: int) -> float:
         """Attention of consecutive chunks of a prompt, the first over `cached` tokens.
 
-        Over c tokens a chunk takes compute * size * (c + size / 2), or memory * (c + size) if that is more. The first
-        is below the second at most up to some c, and above it from there on.
+        Over c tokens a chunk takes compute * (size * (c + size / 2) + made * c), or memory * (c + size) if that is
+        more. The first is below the second at most up to some c, and above it from there on.
         """
         if self.sights:
             looks = [self._looked_at([(size, cached + size * i)]) for i in range(chunks)]
             return sum([self._model.prefill.ms(pairs, read) for _, pairs, read in looks])
         compute, memory = self._model.prefill.compute_slope, self._model.prefill.memory_slope
-        steeper = compute * size - memory
+        each = size + self._made
+        steeper = compute * each - memory
         if steeper <= 0:
             by_memory = chunks
         else:
@@ -443,17 +412,9 @@ class StepTime:
         # sums of c over the chunks of either kind
         early = by_memory * cached + size * (by_memory * (by_memory - 1) // 2)
         all_of_them = chunks * cached + size * (chunks * (chunks - 1) // 2)
-        return memory * (early + by_memory * size) + compute * size * (all_of_them - early + by_compute * size / 2)
-
-
-def _all_reduces(device: DeviceModel, shape: ModelShape) -> tuple[float, float]:
-    """(ms for a step, ms for each token in it) of two all-reduces per layer. In a ring each device sends all but its
-    own share of the row twice."""
-    count, size = 2 * shape.layers, device.tensor_parallel
-    if size == 1:
-        return 0.0, 0.0
-    sent = 2 * (size - 1) / size * shape.hidden * shape.bytes_per_value
-    return count * device.link_latency_us / 1e3, count * sent / device.link_bandwidth * 1e3
+        return memory * (early + by_memory * size) + compute * (
+            each * (all_of_them - early) + by_compute * size * size / 2
+        )
 
 
 def _root(square: float, linear: float, constant: float) -> float:

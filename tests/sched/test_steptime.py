@@ -7,13 +7,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from penstock.core.device import Experts, Latents
 from penstock.core.errors import ConfigError
+from penstock.sched.collectives import all_to_alls
 from penstock.sched.local.limits import fitting_blocks
 from penstock.sched.steptime import DEVICES, GEOMETRIES, GRAIN, DeviceModel, ModelShape, StepTime, read_shape
 
 # 1 PFLOP/s and 1 TB/s: 1e12 flops and 1e9 bytes take a millisecond each
 DEVICE = DeviceModel(peak_flops=1e15, bandwidth=1e12, memory=10**11, overhead_ms=0.25)
 SHAPE = ModelShape(layers=10, hidden=1000, heads=10, kv_heads=2, head_dim=100, intermediate=3000, vocab=50_000)
+# 1000 values, 8 experts of 500 in 8 of 10 layers, of which a token has 2, besides a shared one
+EXPERTS = Experts(count=8, per_token=2, intermediate=500, shared_intermediate=500, dense_layers=2)
+SPARSE = replace(SHAPE, experts=EXPERTS)
+LATENT = replace(SHAPE, latents=Latents(kv_rank=64, rope_dim=16, nope_dim=100, value_dim=80, q_rank=200))
 TIMES = StepTime(DEVICE, SHAPE)
 H200 = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
 
@@ -50,12 +56,24 @@ def test_kv_in_8_bits_is_read_and_held_for_half_the_bytes():
         ("qwen2-7b", 7.6, 57344),
         ("qwen2.5-32b", 32.8, 262144),
         ("llama-2-70b", 69.0, 327680),
+        ("mixtral-8x7b", 46.7, 131072),
+        ("qwen3-30b-a3b", 30.5, 98304),
+        ("qwen3-235b-a22b", 235.1, 192512),
+        ("deepseek-v3", 671.0, 70272),  # without its head for multi-token prediction
     ],
 )
 def test_named_geometries_have_the_sizes_they_are_named_for(name, billions, kv_bytes):
     shape = GEOMETRIES[name]
-    assert shape.weight_bytes / 2e9 == pytest.approx(billions, rel=0.02)
+    assert replace(shape, layer_bits=None).weight_bytes / 2e9 == pytest.approx(billions, rel=0.02)
     assert shape.kv_bytes_per_token == kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("deepseek-v3", 37)]
+)
+def test_a_token_is_computed_by_as_many_parameters_as_is_said_of_named_mixtures(name, billions):
+    shape = GEOMETRIES[name]
+    assert (shape.active_params + 2 * shape.head_params) / 1e9 == pytest.approx(billions, rel=0.04)
 
 
 def test_a_decode_step_by_hand():
@@ -119,19 +137,22 @@ def test_utilisation_by_hand():
 def test_an_engine_can_tell_what_its_device_is():
     device = DEVICES["h200"].parallel(2)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(device), type=DeviceModel) == device
-    shape = GEOMETRIES["qwen3-0.6b"]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(shape), type=ModelShape) == shape
+    for shape in (GEOMETRIES["qwen3-0.6b"], GEOMETRIES["deepseek-v3"]):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(shape), type=ModelShape) == shape
 
 
-@given(prompts, st.integers(0, 256), st.integers(0, 10**6), st.integers(1, 5000))
-def test_more_work_never_takes_less_time(prefills, decodes, kv_tokens, more):
-    base = H200.step_ms(prefills, decodes, kv_tokens)
-    assert H200.step_ms(prefills, decodes + more, kv_tokens) >= base
-    assert H200.step_ms(prefills, decodes, kv_tokens + more) >= base
-    assert H200.step_ms([*prefills, (more, 0)], decodes, kv_tokens) >= base
+GROUPS = StepTime(DEVICES["h20"].parallel(2, data=8, experts=True), GEOMETRIES["deepseek-v3"], imbalance=1.3)
+
+
+@given(st.sampled_from([H200, GROUPS]), prompts, st.integers(0, 256), st.integers(0, 10**6), st.integers(1, 5000))
+def test_more_work_never_takes_less_time(times, prefills, decodes, kv_tokens, more):
+    base = times.step_ms(prefills, decodes, kv_tokens)
+    assert times.step_ms(prefills, decodes + more, kv_tokens) >= base
+    assert times.step_ms(prefills, decodes, kv_tokens + more) >= base
+    assert times.step_ms([*prefills, (more, 0)], decodes, kv_tokens) >= base
     for i, (new, cached) in enumerate(prefills):
         for longer in ((new + more, cached), (new, cached + more)):
-            assert H200.step_ms([*prefills[:i], longer, *prefills[i + 1 :]], decodes, kv_tokens) >= base
+            assert times.step_ms([*prefills[:i], longer, *prefills[i + 1 :]], decodes, kv_tokens) >= base
 
 
 @given(st.integers(0, 8192), st.integers(0, 8192))
@@ -143,9 +164,14 @@ def test_a_prompt_in_chunks_takes_no_less_than_at_once(first, second):
 # devices on which attention over little is bound by memory and over much by arithmetic, besides real ones
 times = st.builds(
     StepTime,
-    st.sampled_from([*DEVICES.values(), DEVICE, DEVICES["a100"].parallel(4)])
+    st.sampled_from(
+        [
+            *(*DEVICES.values(), DEVICE, DEVICES["a100"].parallel(4)),
+            DEVICES["h20"].parallel(2, pipeline=2, data=8, experts=True),
+        ]
+    )
     | st.builds(DeviceModel, peak_flops=st.floats(1e10, 1e15), bandwidth=st.floats(1e9, 1e13), memory=st.just(1)),
-    st.sampled_from([*GEOMETRIES.values(), SHAPE]),
+    st.sampled_from([*GEOMETRIES.values(), SHAPE, LATENT]),
     st.dictionaries(
         st.sampled_from(["overhead", "gemm", "gemm:memory", "prefill_attention:compute", "prefill_attention:memory"]),
         st.floats(0.2, 10),
@@ -271,3 +297,99 @@ def test_a_shape_is_read_from_config_json():
     )
     with pytest.raises(ConfigError, match=r"config\.json: hidden_size is missing"):
         read_shape({})
+
+
+def test_a_mixture_reads_the_experts_that_are_chosen_and_multiplies_by_a_tokens_own():
+    each = 3 * 1000 * 500
+    assert SPARSE.expert_params == 8 * 8 * each
+    assert SPARSE.dense_params == 10 * 2_400_000 + 2 * 9_000_000 + 8 * (each + 8 * 1000)
+    assert SPARSE.active_params == SPARSE.dense_params + 8 * 2 * each
+    parts = StepTime(DEVICE, SPARSE).parts(decodes=3, kv_tokens=300)
+    assert parts["gemm"].memory_ms == pytest.approx(2 * SPARSE.dense_params / 1e9)
+    assert parts["experts"].memory_ms == pytest.approx(2 * SPARSE.expert_params * (1 - 0.75**3) / 1e9)
+    assert parts["experts"].compute_ms == pytest.approx(2 * 8 * 2 * each * 3 / 1e12)
+    one, all_of_them = (StepTime(DEVICE, SPARSE).parts(decodes=n)["experts"].memory_ms for n in (1, 10_000))
+    assert one == pytest.approx(all_of_them / 4), "one token reads its own two of eight"
+
+
+def test_the_busiest_device_is_waited_for():
+    even, skewed = StepTime(DEVICE, SPARSE), StepTime(DEVICE, SPARSE, imbalance=1.5)
+    few, many = ({"decodes": 2}, {"decodes": 20_000})
+    for work, bound in ((few, "memory_ms"), (many, "compute_ms")):
+        more = getattr(skewed.parts(**work)["experts"], bound)
+        assert more == pytest.approx(1.5 * getattr(even.parts(**work)["experts"], bound))
+    longest = skewed.parts(**many)["experts"].memory_ms
+    assert longest == pytest.approx(even.parts(**many)["experts"].memory_ms), "it has no more experts than it has"
+
+
+def test_groups_have_the_experts_together_and_send_rows_there():
+    """Two groups of two: experts are on four devices, and each group's own weights on two."""
+    device = DEVICE.parallel(2, data=2, experts=True)
+    alone, group = StepTime(DEVICE.parallel(2), SPARSE), StepTime(device, SPARSE)
+    assert (device.devices, device.memory) == (4, 2 * DEVICE.memory)
+    assert SPARSE.held_bytes(device) == SPARSE.weight_bytes - SPARSE.expert_bytes // 2
+    ours, theirs = (t.parts(decodes=3, kv_tokens=300) for t in (group, alone))
+    assert ours["gemm"] == theirs["gemm"]
+    assert ours["experts"].memory_ms == pytest.approx(2 * SPARSE.expert_params * (1 - 0.75**6) / 2e9 / 2)
+    assert ours["experts"].compute_ms == theirs["experts"].compute_ms, "as many rows come as go"
+    # 12 all-reduces of 2 devices, and for 8 layers 2 all-to-alls of 2 rows a token of 3/4 of what is not on them, and a
+    # gather of the other device's half
+    row = 2000 / 32e9 * 1e3
+    reduces = 12 * (0.01 + 3 * row)
+    to_all = 8 * (2 * 0.035 + 3 / 2 * 2 * (3 / 4) * 2 * row)
+    gathers = 8 * (0.01 + 3 * row / 2)
+    assert ours["collectives"].ms == pytest.approx(reduces + to_all + gathers)
+    sliced = StepTime(DEVICE.parallel(2, data=2), SPARSE).parts(decodes=3, kv_tokens=300)["collectives"].ms
+    assert sliced == pytest.approx(reduces + 8 * (0.01 + 2 * 3 / 4 * 6 * row)), "all rows go everywhere"
+
+
+@pytest.mark.parametrize(("ranks", "dispatch_us", "combine_us"), [(8, 77, 114), (16, 118, 195), (64, 173, 314)])
+def test_an_all_to_all_takes_what_deepep_publishes(ranks, dispatch_us, combine_us):
+    """Its low-latency kernels on H800 (DeepEP, docs/legacy.md): 128 tokens on each device, 7168 values, 8 experts."""
+    device = DeviceModel(peak_flops=1e15, bandwidth=3e12, memory=1, link_bandwidth=160e9)
+    fixed, each = all_to_alls(device.parallel(1, data=ranks, experts=True), GEOMETRIES["deepseek-v3"])
+    assert (fixed + 128 * each) * 1e3 == pytest.approx(dispatch_us + combine_us, rel=0.1)
+
+
+def test_stages_compute_one_after_another_and_hand_rows_on():
+    device = DEVICE.parallel(1, pipeline=2)
+    parts, alone = (StepTime(d, SHAPE).parts(decodes=8, kv_tokens=800) for d in (device, DEVICE))
+    assert parts["collectives"].ms == pytest.approx(0.01 + 8 * 2000 / 32e9 * 1e3)
+    assert {**parts, "collectives": alone["collectives"]} == alone
+    assert fitting_blocks(device, SHAPE) > 2 * fitting_blocks(DEVICE, SHAPE)
+
+
+def test_latent_attention_by_hand():
+    assert LATENT.kv_bytes_per_token == 10 * 80 * 2
+    queries, kv, out = 200 * (1000 + 10 * 116), 1000 * 80 + 64 * 10 * 180, 10 * 80 * 1000
+    assert LATENT.dense_params == 10 * (queries + kv + out + 9_000_000)
+    times = StepTime(DEVICE, LATENT)
+    decode = times.parts(decodes=8, kv_tokens=40_000)["decode_attention"]
+    assert decode.compute_ms == pytest.approx(2 * 10 * 10 * (2 * 64 + 16) * 40_000 / 1e12)
+    assert decode.memory_ms == pytest.approx(1600 * 40_000 / 1e9)
+    prefill = times.parts([(500, 1000)])["prefill_attention"]
+    pairs = 500 * 1250 * 2 * (100 + 16 + 80)
+    assert prefill.compute_ms == pytest.approx(10 * 10 * (pairs + 1000 * 2 * 64 * 180) / 1e12)
+    copies = StepTime(DEVICE.parallel(4), LATENT).parts(decodes=8, kv_tokens=40_000)["decode_attention"]
+    assert copies.memory_ms == pytest.approx(decode.memory_ms), "every device reads the latents of all heads"
+    assert copies.compute_ms == pytest.approx(decode.compute_ms / 4)
+    assert fitting_blocks(DEVICE.parallel(4), LATENT) < 1.2 * fitting_blocks(DEVICE, LATENT)
+
+
+def test_mixtures_and_latents_are_read_from_config_json():
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 300}
+    config |= {"intermediate_size": 128, "num_experts_per_tok": 2}
+    assert read_shape({**config, "num_local_experts": 8}).experts == Experts(count=8, per_token=2, intermediate=128)
+    qwen = {**config, "num_experts": 16, "moe_intermediate_size": 32, "head_dim": 8}
+    assert read_shape(qwen).experts == Experts(count=16, per_token=2, intermediate=32)
+    shared = read_shape({**qwen, "shared_expert_intermediate_size": 96, "mlp_only_layers": [0]}).experts
+    assert (shared.shared_intermediate, shared.dense_layers) == (96, 1)
+    deepseek = {**config, "n_routed_experts": 32, "moe_intermediate_size": 32, "n_shared_experts": 2}
+    deepseek |= {"first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24}
+    shape = read_shape({**deepseek, "v_head_dim": 20, "q_lora_rank": None})
+    assert shape.latents == Latents(kv_rank=16, rope_dim=8, nope_dim=24, value_dim=20)
+    assert shape.experts == Experts(count=32, per_token=2, intermediate=32, shared_intermediate=64, dense_layers=1)
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok is 0, allowed is a whole number from 1"):
+        read_shape({**qwen, "num_experts_per_tok": 0})
+    with pytest.raises(ConfigError, match=r"v_head_dim is missing"):
+        read_shape(deepseek)

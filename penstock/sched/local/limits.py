@@ -151,9 +151,9 @@ class Sizes:
 
 
 def fitting_blocks(device: DeviceModel, shape: ModelShape) -> int:
-    """KV blocks that fit beside the weights; none when these do not fit themselves."""
-    free = int(device.memory * MEMORY_SHARE) - shape.weight_bytes
-    return max(0, free) // shape.block_bytes
+    """KV blocks that fit beside the weights, of one data-parallel group; none when these do not fit themselves."""
+    free = int(device.memory * MEMORY_SHARE) - shape.held_bytes(device)
+    return max(0, free) // (shape.block_bytes * shape.kv_copies(device))
 
 
 def tier_blocks(size: int | None, block_bytes: int, *, prefix_cache: bool, option: str = "host-cache-memory") -> int:

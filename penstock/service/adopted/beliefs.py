@@ -88,10 +88,10 @@ def device_of(shape: ModelShape, short: Trial, long: Trial) -> DeviceModel:
     interval = max(1e-6, (short.interval + long.interval) / 2)
     more = (long.first - short.first) / (long.tokens - short.tokens)
     each = max(1e-9, more if more > 0 else long.first / long.tokens)
-    weights = shape.layer_bytes + shape.head_bytes
+    weights = shape.read_bytes(1) + shape.head_bytes
     overhead = min(OVERHEAD, interval / 2)
     return DeviceModel(
-        peak_flops=2 * shape.layer_params / each,
+        peak_flops=2 * shape.active_params / each,
         bandwidth=weights / (interval - overhead),
         memory=shape.weight_bytes,
         overhead_ms=overhead * 1e3,

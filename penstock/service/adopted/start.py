@@ -152,7 +152,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _shape(config: dict[str, Any]) -> ModelShape | None:
-    """None of what is no dense decoder: then its steps are not predicted."""
+    """None of what is no decoder: then its steps are not predicted."""
     try:
         return read_shape(config)
     except ConfigError as error:
