@@ -1,7 +1,8 @@
 """`penstock plan`: the cheapest deployment of given devices that keeps the targets of a trace or a scenario.
 
 Every way to use the devices is estimated by the step-time model; the most promising are simulated, until none that
-costs less is left to try.
+costs less is left to try. With --objective it is instead about one model on all devices: how many share a layer, and
+how many groups share the experts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import plan_layout
 from penstock.cli.options import Option, add_flag, integer, number, one_of, read_text
 from penstock.cli.output import lost_processes, make_progress
 from penstock.cli.plan_report import (
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.sim.scenario import InstanceGroup, Scenario
 
 # of a device for an hour, as a customer of a cloud without a contract may pay in dollars; only their ratios matter
-PRICES = {"h200": 3.5, "h100": 2.5, "a100": 1.6, "ascend-910b": 1.5, "l40s": 0.9, "l4": 0.5}
+PRICES = {"h200": 3.5, "h100": 2.5, "a100": 1.6, "ascend-910b": 1.5, "h20": 1.2, "l40s": 0.9, "l4": 0.5}
 SIZES = (1, 2, 4, 8)  # devices that a layer is spread over
 
 POLICY = "unified"  # the default of deployments: it changes the roles that are planned when others are needed
@@ -71,7 +73,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--price", metavar="NAME=NUMBER", action="append", default=[], help="of a device for an hour, as h200=3.5"
     )
-    for option in FLAGS:
+    for option in (*FLAGS, *plan_layout.FLAGS):
         described = "" if option.default is None else f" (default: {option.default:g})"
         add_flag(parser, option.name, option.convert, option.default, option.help + described)
     parser.add_argument("--json", metavar="OUT", help="write everything that was found there")
@@ -88,8 +90,11 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable(args.json, "--json")
     check_writable(args.write, "--write")
-    values = {option.key: getattr(args, option.key) for option in FLAGS}
+    values = {option.key: getattr(args, option.key) for option in (*FLAGS, *plan_layout.FLAGS)}
     available = _devices(args.devices)
+    if values["objective"] is not None:
+        _refuse_beside_objective(args)
+        return plan_layout.choose(values, available, args.json)
     prices = PRICES | _prices(args.price, available)
     document = _document(args, values)
     kinds, unfit = _kinds(document, args.scenario or "plan", available, prices, args.write is not None)
@@ -118,6 +123,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 # --- what was asked
+
+
+def _refuse_beside_objective(args: argparse.Namespace) -> None:
+    for name in ("trace", "scenario", "write", "rate", "policy"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name}: {getattr(args, name)}, allowed only without --objective", name)
 
 
 def _devices(text: str) -> dict[str, int]:

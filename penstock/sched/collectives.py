@@ -6,7 +6,9 @@
 A layer's attention and its dense MLP end in an all-reduce of the devices of one data-parallel group. A layer of experts
 does too where all devices have the group's rows, or else every expert in slices: then it is one over all groups' rows.
 Where whole experts are spread over several groups, rows go to their experts and come back: one all-to-all each
-(dispatch and combine), of each row once for each expert of it. A group's devices share that work, and gather what came.
+(dispatch and combine), of the share of rows that the attention's all-reduce has left on a device when it is half done.
+It has two modes: at once, each row once for each expert of it; and for many rows, each once for each host, which hands
+it on over its links.
 
 A collective over several hosts is as slow as the network; of an all-to-all what stays in a host goes over its links
 meanwhile.
@@ -14,9 +16,12 @@ meanwhile.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from penstock.core.device import DeviceModel, ModelShape
+
+SIZES_FIRST = 4  # times the latency where devices first tell each other how many rows will come; an estimate
 
 
 @lru_cache(maxsize=64)
@@ -26,14 +31,7 @@ def collectives(device: DeviceModel, shape: ModelShape) -> tuple[float, float]:
     row = shape.hidden * shape.bytes_per_value
     each_step = each_token = 0.0
     reduced = [(2 * shape.layers - shape.expert_layers, tensor, 1)]
-    if device.expert_parallel and data > 1 and shape.experts is not None:
-        sent, came = all_to_alls(device, shape)
-        each_step += shape.expert_layers * sent
-        each_token += shape.expert_layers * came
-        if tensor > 1:
-            each_step += shape.expert_layers * _latency_ms(device, tensor)
-            each_token += shape.expert_layers * (tensor - 1) / tensor * row / _bandwidth(device, tensor) * 1e3
-    else:
+    if not _spread(device, shape):
         reduced.append((shape.expert_layers, device.stage_devices, data))
     for count, size, groups in reduced:
         if size > 1:
@@ -46,18 +44,45 @@ def collectives(device: DeviceModel, shape: ModelShape) -> tuple[float, float]:
     return each_step, each_token
 
 
-def all_to_alls(device: DeviceModel, shape: ModelShape) -> tuple[float, float]:
-    """(ms, ms of each token of a data-parallel group) of one layer's dispatch and combine. Where weights have 8 bits or
-    fewer, rows are dispatched in 8."""
+def all_to_alls_ms(device: DeviceModel, shape: ModelShape, tokens: float) -> float:
+    """Of all layers' dispatches and combines in a step with so many tokens of a data-parallel group, in the quicker
+    mode. Where weights have 8 bits or fewer, rows are dispatched in 8."""
+    return min(fixed + each * tokens for fixed, each in _modes(device, shape))
+
+
+@lru_cache(maxsize=64)
+def _modes(device: DeviceModel, shape: ModelShape) -> tuple[tuple[float, float], ...]:
+    """(ms of a step, ms of each token of a data-parallel group) in each mode, with all layers."""
+    if not _spread(device, shape):
+        return ((0.0, 0.0),)
     assert shape.experts is not None
-    size = device.stage_devices
+    size, chosen = device.stage_devices, shape.experts.per_token
     inside = min(size, device.host_devices)
+    hosts = size / inside
     quantised = shape.layer_bits is not None and shape.layer_bits <= 8
-    values = shape.experts.per_token * shape.hidden / device.tensor_parallel
-    moved = values * ((1 if quantised else shape.bytes_per_value) + shape.bytes_per_value) / size
-    by_link, by_network = (inside - 1) / device.link_bandwidth, (size - inside) / device.network_bandwidth
-    latency = device.all_to_all_us + (device.network_latency_us if size > inside else 0.0)
-    return 2 * latency / 1e3, moved * max(by_link, by_network) * 1e3
+    row = shape.hidden * ((1 if quantised else shape.bytes_per_value) + shape.bytes_per_value) / device.tensor_parallel
+    latency = 2 * (device.all_to_all_us + (device.network_latency_us if hosts > 1 else 0.0)) / 1e3
+    sent = [
+        (latency, chosen * (inside - 1) / size, chosen * (size - inside) / size),
+        (latency * SIZES_FIRST, _distinct(inside, chosen), _distinct(hosts, chosen)),
+    ]
+    return tuple(
+        (
+            shape.expert_layers * fixed,
+            shape.expert_layers * row * max(links / device.link_bandwidth, network / device.network_bandwidth) * 1e3,
+        )
+        for fixed, links, network in sent
+    )
+
+
+def _distinct(places: float, chosen: int) -> float:
+    """Of so many places those besides a row's own that any of its experts is expected to be in."""
+    return (places - 1) * (1.0 - math.pow(1.0 - 1.0 / places, chosen))
+
+
+def _spread(device: DeviceModel, shape: ModelShape) -> bool:
+    """Whether tokens travel to experts."""
+    return device.expert_parallel and device.data_parallel > 1 and shape.experts is not None
 
 
 def _latency_ms(device: DeviceModel, size: int) -> float:

@@ -40,7 +40,7 @@ from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.sched.collectives import collectives
+from penstock.sched.collectives import all_to_alls_ms, collectives
 from penstock.sched.presets import DEVICES, GEOMETRIES, read_shape
 
 __all__ = [
@@ -163,6 +163,7 @@ class StepTime:
             Names of anything else are ignored.
         spread: by how much measured steps lately missed the prediction, as a share of it; 0 where nothing was measured.
         imbalance: tokens that the busiest device's experts compute, over the mean of devices.
+        busy: share of the data-parallel groups that have as much to compute as this one; others have nothing.
     """
 
     device: DeviceModel
@@ -170,6 +171,7 @@ class StepTime:
     factors: Mapping[str, float] = field(default_factory=dict)
     spread: float = 0.0
     imbalance: float = 1.0
+    busy: float = 1.0
 
     @property
     def margin(self) -> float:
@@ -222,10 +224,9 @@ class StepTime:
         return _expansion(self.shape)
 
     def _chosen(self, tokens: int) -> float:
-        """Share of a device's experts that tokens of this and as many of every other group choose; of the busiest
-        device."""
-        experts = self.shape.experts
-        return min(1.0, self.imbalance * experts.chosen(tokens * self.device.data_parallel)) if experts else 0.0
+        """Share of the busiest device's experts that tokens of this group, and as many of other busy ones, choose."""
+        experts, groups = self.shape.experts, self.device.data_parallel * self.busy
+        return min(1.0, self.imbalance * experts.chosen(tokens * groups)) if experts else 0.0
 
     @cached_property
     def _link(self) -> tuple[float, float]:
@@ -233,6 +234,11 @@ class StepTime:
         factor = self.factors.get("collectives", 1.0)
         each_step, each_token = collectives(self.device, self.shape)
         return factor * each_step, factor * each_token
+
+    def _links_ms(self, tokens: int) -> float:
+        """Without its factor."""
+        each_step, each_token = collectives(self.device, self.shape)
+        return each_step + each_token * tokens + all_to_alls_ms(self.device, self.shape, tokens)
 
     def parts(
         self,
@@ -260,16 +266,15 @@ class StepTime:
         new, pairs, read = self._looked_at(prefills)
         tokens, kv = decodes + new, self.seen(decodes, kv_tokens)
         rows = len(prefills) + decodes if logit_rows is None else logit_rows
-        each_step, each_token = collectives(self.device, self.shape)
         _, gemm, experts, head, prefill, decode = self._model
         bounds = (
             gemm.bounds(tokens, 1 if tokens else 0),
-            experts.bounds(tokens * self.imbalance, self._chosen(tokens)),
+            experts.bounds(tokens * self.imbalance * self.busy, self._chosen(tokens)),
             head.bounds(rows, 1 if rows else 0),
             prefill.bounds(pairs, read),
             decode.bounds(kv, kv),
         )
-        return bounds, each_step + each_token * tokens if tokens else 0.0
+        return bounds, self._links_ms(tokens) if tokens else 0.0
 
     def step_ms(
         self,
@@ -385,11 +390,10 @@ class StepTime:
         model = self._model
         ms = model.gemm.ms(tokens, 1 if tokens else 0) + model.head.ms(rows, 1 if rows else 0)
         if self.shape.experts is not None:
-            ms += model.experts.ms(tokens * self.imbalance, self._chosen(tokens))
+            ms += model.experts.ms(tokens * self.imbalance * self.busy, self._chosen(tokens))
         if self.device.devices == 1 or not tokens:
             return ms
-        each_step, each_token = self._link
-        return ms + each_step + each_token * tokens
+        return ms + self.factors.get("collectives", 1.0) * self._links_ms(tokens)
 
     def _chunks_ms(self, chunks: int, size: int, cached: int) -> float:
         """Attention of consecutive chunks of a prompt, the first over `cached` tokens.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.core.device import Experts, Latents
 from penstock.core.errors import ConfigError
-from penstock.sched.collectives import all_to_alls
+from penstock.sched.collectives import all_to_alls_ms
 from penstock.sched.local.limits import fitting_blocks
 from penstock.sched.steptime import DEVICES, GEOMETRIES, GRAIN, DeviceModel, ModelShape, StepTime, read_shape
 
@@ -332,13 +332,11 @@ def test_groups_have_the_experts_together_and_send_rows_there():
     assert ours["gemm"] == theirs["gemm"]
     assert ours["experts"].memory_ms == pytest.approx(2 * SPARSE.expert_params * (1 - 0.75**6) / 2e9 / 2)
     assert ours["experts"].compute_ms == theirs["experts"].compute_ms, "as many rows come as go"
-    # 12 all-reduces of 2 devices, and for 8 layers 2 all-to-alls of 2 rows a token of 3/4 of what is not on them, and a
-    # gather of the other device's half
+    # 12 all-reduces of 2 devices, and for 8 layers 2 all-to-alls of 2 rows a token of 3/4 of what is not on them
     row = 2000 / 32e9 * 1e3
     reduces = 12 * (0.01 + 3 * row)
     to_all = 8 * (2 * 0.035 + 3 / 2 * 2 * (3 / 4) * 2 * row)
-    gathers = 8 * (0.01 + 3 * row / 2)
-    assert ours["collectives"].ms == pytest.approx(reduces + to_all + gathers)
+    assert ours["collectives"].ms == pytest.approx(reduces + to_all)
     sliced = StepTime(DEVICE.parallel(2, data=2), SPARSE).parts(decodes=3, kv_tokens=300)["collectives"].ms
     assert sliced == pytest.approx(reduces + 8 * (0.01 + 2 * 3 / 4 * 6 * row)), "all rows go everywhere"
 
@@ -347,8 +345,17 @@ def test_groups_have_the_experts_together_and_send_rows_there():
 def test_an_all_to_all_takes_what_deepep_publishes(ranks, dispatch_us, combine_us):
     """Its low-latency kernels on H800 (DeepEP, docs/legacy.md): 128 tokens on each device, 7168 values, 8 experts."""
     device = DeviceModel(peak_flops=1e15, bandwidth=3e12, memory=1, link_bandwidth=160e9)
-    fixed, each = all_to_alls(device.parallel(1, data=ranks, experts=True), GEOMETRIES["deepseek-v3"])
-    assert (fixed + 128 * each) * 1e3 == pytest.approx(dispatch_us + combine_us, rel=0.1)
+    ms = all_to_alls_ms(device.parallel(1, data=ranks, experts=True), GEOMETRIES["deepseek-v3"], 128)
+    assert ms / 58 * 1e3 == pytest.approx(dispatch_us + combine_us, rel=0.1)
+
+
+def test_many_rows_go_once_to_each_host():
+    """Its normal kernels: 4096 tokens to two hosts, 43 GB/s of what is sent over the network."""
+    device = DeviceModel(peak_flops=1e15, bandwidth=3e12, memory=1, link_bandwidth=160e9, network_bandwidth=43e9)
+    ms = all_to_alls_ms(device.parallel(1, data=16, experts=True), GEOMETRIES["deepseek-v3"], 4096)
+    once, by_link = 4096 * 7168 * 3 * (1 - 0.5**8) / 43e9, 4096 * 7168 * 3 * 7 * (1 - 0.875**8) / 160e9
+    assert ms / 58 == pytest.approx(1e3 * max(once, by_link) + 2 * 4 * 0.047)
+    assert ms < 4096 / 128 * all_to_alls_ms(device.parallel(1, data=16, experts=True), GEOMETRIES["deepseek-v3"], 128)
 
 
 def test_stages_compute_one_after_another_and_hand_rows_on():
