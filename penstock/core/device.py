@@ -21,8 +21,8 @@ class DeviceModel:
     together, as one.
 
     Several devices are tensor_parallel x pipeline_parallel x data_parallel. Their values are those of one data-parallel
-    group, which has sequences and KV of its own; all groups have the experts together and the same work. Of a group's
-    pipeline stages one computes a batch at a time, so speeds are of one stage, and memory is of all.
+    group, which has sequences and KV of its own, and as much work as any other. Of a group's pipeline stages one
+    computes a batch at a time, so speeds are of one stage, and memory is of all.
 
     Attributes:
         peak_flops: dense bfloat16 operations per second.
@@ -31,8 +31,9 @@ class DeviceModel:
         overhead_ms: of every step, whatever is in it: scheduling, launching, and sampling.
         tensor_parallel: devices that a layer's attention and dense weights are spread over.
         pipeline_parallel: stages that the layers are spread over.
-        data_parallel: groups, over all of which the experts of a layer are spread.
-        expert_parallel: whether a device has whole experts, and tokens travel to them, or a slice of every expert.
+        data_parallel: groups.
+        expert_parallel: whether experts are spread, whole ones, over the devices of all groups, and tokens travel to
+            them; or each group has all, in slices.
         link_bandwidth: from each of them to the others, in bytes per second, one way. Matters only between several.
         link_latency_us: of one all-reduce, however small.
         all_to_all_us: of one all-to-all, however small.
@@ -83,6 +84,11 @@ class DeviceModel:
     @property
     def devices(self) -> int:
         return self.stage_devices * self.pipeline_parallel
+
+    @property
+    def expert_groups(self) -> int:
+        """That have the experts of a layer together."""
+        return self.data_parallel if self.expert_parallel else 1
 
     def slowed(self, factor: float) -> DeviceModel:
         """The same device with all that it does `factor` times as long."""
@@ -285,8 +291,8 @@ class ModelShape:
         return self.layer_bytes + self.head_bytes + embedding
 
     def held_bytes(self, device: DeviceModel) -> int:
-        """Of weights, in the memory of one data-parallel group: experts are there once for all groups."""
-        return self.weight_bytes - self.expert_bytes + -(-self.expert_bytes // device.data_parallel)
+        """Of weights, in the memory of one data-parallel group."""
+        return self.weight_bytes - self.expert_bytes + -(-self.expert_bytes // device.expert_groups)
 
     def kv_copies(self, device: DeviceModel) -> int:
         """Of all KV, on the devices that share a layer: where they are more than there are heads to spread."""

@@ -3,12 +3,11 @@
     all-reduce   in a ring each of n devices sends 2 (n - 1) / n of the rows
     all-to-all   each of n devices sends (n - 1) / n of what its tokens' experts get, and experts as much back
 
-A layer's attention and its dense MLP end in an all-reduce of the devices of one data-parallel group. A layer of experts
-does too where all devices have the group's rows, or else every expert in slices: then it is one over all groups' rows.
-Where whole experts are spread over several groups, rows go to their experts and come back: one all-to-all each
-(dispatch and combine), of the share of rows that the attention's all-reduce has left on a device when it is half done.
-It has two modes: at once, each row once for each expert of it; and for many rows, each once for each host, which hands
-it on over its links.
+A layer's attention and its feed-forward end in an all-reduce each, of the devices that share the layer in one
+data-parallel group. Where groups have the experts together, rows go to their experts and come back instead, one
+all-to-all each (dispatch and combine): each device sends the share of rows that the attention's all-reduce has left it
+when it is half done, and the other half follows the experts. An all-to-all has two modes: at once, each row once for
+each expert of it; and for many rows, each once for each host, which hands it on over its links.
 
 A collective over several hosts is as slow as the network; of an all-to-all what stays in a host goes over its links
 meanwhile.
@@ -27,16 +26,13 @@ SIZES_FIRST = 4  # times the latency where devices first tell each other how man
 @lru_cache(maxsize=64)
 def collectives(device: DeviceModel, shape: ModelShape) -> tuple[float, float]:
     """(ms of a step, ms of each token of a data-parallel group in it)."""
-    tensor, data = device.tensor_parallel, device.data_parallel
     row = shape.hidden * shape.bytes_per_value
+    tensor = device.tensor_parallel
     each_step = each_token = 0.0
-    reduced = [(2 * shape.layers - shape.expert_layers, tensor, 1)]
-    if not _spread(device, shape):
-        reduced.append((shape.expert_layers, device.stage_devices, data))
-    for count, size, groups in reduced:
-        if size > 1:
-            each_step += count * _latency_ms(device, size)
-            each_token += count * 2 * (size - 1) / size * groups * row / _bandwidth(device, size) * 1e3
+    if tensor > 1:
+        count = 2 * shape.layers - (shape.expert_layers if _spread(device, shape) else 0)
+        each_step = count * _latency_ms(device, tensor)
+        each_token = count * 2 * (tensor - 1) / tensor * row / _bandwidth(device, tensor) * 1e3
     handed = device.pipeline_parallel - 1  # rows go from stage to stage
     if handed:
         each_step += handed * _latency_ms(device, device.devices)
@@ -82,7 +78,7 @@ def _distinct(places: float, chosen: int) -> float:
 
 def _spread(device: DeviceModel, shape: ModelShape) -> bool:
     """Whether tokens travel to experts."""
-    return device.expert_parallel and device.data_parallel > 1 and shape.experts is not None
+    return device.expert_groups > 1 and shape.experts is not None
 
 
 def _latency_ms(device: DeviceModel, size: int) -> float:

@@ -17,9 +17,8 @@ Prompts i bring n_i new tokens over c_i cached ones; B sequences decode one toke
 with L layers, H query heads and d their width. Activations and the writing of new KV are small beside these and left
 out. Factors are 1 until something has been measured (`sched.factors`).
 
-Of N experts in a layer t tokens that choose k each are expected to choose N * (1 - (1 - k/N) ** t); several
-data-parallel groups choose together, and have them together. Where experts are whole on their devices, the busiest one
-has `imbalance` times the mean of tokens.
+Of N experts in a layer t tokens that choose k each are expected to choose N * (1 - (1 - k/N) ** t). Groups that
+have the experts together choose together, and the busiest device computes `imbalance` times the mean of tokens.
 
 Latent attention (`Latents`) reads one vector of r + e values a token, with the rank r and rotary part e. Decoding
 multiplies it as it is, 2 * L * H * (2 * r + e) * K; prefill makes K and V of it, in every chunk for all before it.
@@ -124,7 +123,7 @@ def _work(device: DeviceModel, shape: ModelShape) -> tuple[tuple[int, float], ..
         decode = 2 * shape.layers * shape.heads * (2 * r + e)
     return (
         (2 * shape.dense_params, shape.dense_bytes),
-        (2 * (shape.active_params - shape.dense_params), shape.expert_bytes / device.data_parallel),
+        (2 * (shape.active_params - shape.dense_params), shape.expert_bytes / device.expert_groups),
         (2 * shape.head_params, shape.head_bytes),
         (prefill, each),
         (decode, each),
@@ -163,7 +162,7 @@ class StepTime:
             Names of anything else are ignored.
         spread: by how much measured steps lately missed the prediction, as a share of it; 0 where nothing was measured.
         imbalance: tokens that the busiest device's experts compute, over the mean of devices.
-        busy: share of the data-parallel groups that have as much to compute as this one; others have nothing.
+        busy: share of the groups that have as much to compute as this one; others have nothing.
     """
 
     device: DeviceModel
@@ -225,8 +224,16 @@ class StepTime:
 
     def _chosen(self, tokens: int) -> float:
         """Share of the busiest device's experts that tokens of this group, and as many of other busy ones, choose."""
-        experts, groups = self.shape.experts, self.device.data_parallel * self.busy
-        return min(1.0, self.imbalance * experts.chosen(tokens * groups)) if experts else 0.0
+        experts = self.shape.experts
+        return min(1.0, self.imbalance * experts.chosen(self._met(tokens))) if experts is not None else 0.0
+
+    def _met(self, tokens: int) -> float:
+        """Tokens, of all groups, that come to the experts."""
+        return tokens * max(1.0, self.device.expert_groups * self.busy)
+
+    def _computed(self, tokens: int) -> float:
+        """Tokens for which a group's share of the devices computes experts, at the pace of the busiest."""
+        return self.imbalance * self._met(tokens) / self.device.expert_groups
 
     @cached_property
     def _link(self) -> tuple[float, float]:
@@ -269,7 +276,7 @@ class StepTime:
         _, gemm, experts, head, prefill, decode = self._model
         bounds = (
             gemm.bounds(tokens, 1 if tokens else 0),
-            experts.bounds(tokens * self.imbalance * self.busy, self._chosen(tokens)),
+            experts.bounds(self._computed(tokens), self._chosen(tokens)),
             head.bounds(rows, 1 if rows else 0),
             prefill.bounds(pairs, read),
             decode.bounds(kv, kv),
@@ -390,7 +397,7 @@ class StepTime:
         model = self._model
         ms = model.gemm.ms(tokens, 1 if tokens else 0) + model.head.ms(rows, 1 if rows else 0)
         if self.shape.experts is not None:
-            ms += model.experts.ms(tokens * self.imbalance * self.busy, self._chosen(tokens))
+            ms += model.experts.ms(self._computed(tokens), self._chosen(tokens))
         if self.device.devices == 1 or not tokens:
             return ms
         return ms + self.factors.get("collectives", 1.0) * self._links_ms(tokens)

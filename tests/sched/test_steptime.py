@@ -332,13 +332,23 @@ def test_groups_have_the_experts_together_and_send_rows_there():
     assert ours["gemm"] == theirs["gemm"]
     assert ours["experts"].memory_ms == pytest.approx(2 * SPARSE.expert_params * (1 - 0.75**6) / 2e9 / 2)
     assert ours["experts"].compute_ms == theirs["experts"].compute_ms, "as many rows come as go"
-    # 12 all-reduces of 2 devices, and for 8 layers 2 all-to-alls of 2 rows a token of 3/4 of what is not on them
+    # all-reduces of 2 devices after 10 attentions and 2 dense MLPs, those before experts half before and half after 2
+    # all-to-alls, of 2 rows a token of which 3/4 are not for the device itself, from both devices
     row = 2000 / 32e9 * 1e3
     reduces = 12 * (0.01 + 3 * row)
     to_all = 8 * (2 * 0.035 + 3 / 2 * 2 * (3 / 4) * 2 * row)
     assert ours["collectives"].ms == pytest.approx(reduces + to_all)
-    sliced = StepTime(DEVICE.parallel(2, data=2), SPARSE).parts(decodes=3, kv_tokens=300)["collectives"].ms
-    assert sliced == pytest.approx(reduces + 8 * (0.01 + 2 * 3 / 4 * 6 * row)), "all rows go everywhere"
+    sliced = DEVICE.parallel(2, data=2)
+    assert StepTime(sliced, SPARSE).parts(decodes=3, kv_tokens=300) == theirs, "each group has all experts"
+    assert SPARSE.held_bytes(sliced) == SPARSE.weight_bytes
+
+
+def test_a_lone_group_has_all_devices_for_its_experts():
+    device = DEVICE.parallel(1, data=4, experts=True)
+    lone, all_busy = (StepTime(device, SPARSE, busy=busy).parts([(4000, 0)])["experts"] for busy in (0.25, 1.0))
+    assert lone.compute_ms == pytest.approx(all_busy.compute_ms / 4)
+    one = StepTime(device, SPARSE, busy=0.25).parts(decodes=1)["experts"].memory_ms
+    assert one == pytest.approx(2 * SPARSE.expert_params / 4 / 1e9 / 4)
 
 
 @pytest.mark.parametrize(("ranks", "dispatch_us", "combine_us"), [(8, 77, 114), (16, 118, 195), (64, 173, 314)])
