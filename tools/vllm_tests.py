@@ -70,6 +70,7 @@ INAPPLICABLE = {  # why -> parts of tests' ids
         *("test_basic.py::test_chat[", "test_basic.py::test_chat\0", "test_function_tool_use[auto", "_with_streaming_"),
         *("test_reasoning_item", "test_store", "test_previous_response_id", "test_two_responses_with_same_prev_id"),
         *("test_structured_output", "test_anthropic_tool_call\0", "test_enable_response_messages"),
+        "test_namespace_tool_separator",
     ),
     "needs vLLM's or others' packages beside the server": (
         *("test_parsable_context", "tensorizer", "openapi_stateless", "embed_dtype_and_endianness"),
