@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-INDEX = "https://pypi.org/pypi/vllm/{version}/json"
+INDEX = "https://pypi.org/simple/vllm/"  # which mirrors of PyPI have, too
 HERE = Path(__file__).parent
 FILES = {  # group -> files below tests/entrypoints/, each in the first group that has it
     "tools": ("openai/chat_completion/*function_calling*", "openai/test_tool*"),
@@ -70,6 +70,7 @@ INAPPLICABLE = {  # why -> parts of tests' ids
         *("test_basic.py::test_chat[", "test_basic.py::test_chat\0", "test_function_tool_use[auto", "_with_streaming_"),
         *("test_reasoning_item", "test_store", "test_previous_response_id", "test_two_responses_with_same_prev_id"),
         *("test_structured_output", "test_anthropic_tool_call\0", "test_enable_response_messages"),
+        "test_namespace_tool_separator",
     ),
     "needs vLLM's or others' packages beside the server": (
         *("test_parsable_context", "tensorizer", "openapi_stateless", "embed_dtype_and_endianness"),
@@ -108,9 +109,10 @@ def fetch(version: str, folder: Path) -> Path:
     """The folder with `tests/` of that version in it."""
     root = folder / f"vllm-{version}"
     if not (root / "tests" / "entrypoints").is_dir():
-        with urllib.request.urlopen(INDEX.format(version=version)) as answer:
-            files = json.load(answer)["urls"]
-        url = next(file["url"] for file in files if file["packagetype"] == "sdist")
+        index = urllib.request.Request(INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+        with urllib.request.urlopen(index) as answer:
+            files = json.load(answer)["files"]
+        url = next(file["url"] for file in files if file["filename"] == f"vllm-{version}.tar.gz")
         with urllib.request.urlopen(url) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as archive:
             wanted = [
                 each for each in archive.getmembers() if re.match(r"[^/]+/tests/(entrypoints|__init__)", each.name)

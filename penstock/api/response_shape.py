@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -27,6 +27,9 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of it
 
 class ResponseFields(Protocol):
     """What of a request is repeated in its answer; `responses.ResponsesBody` has it."""
+
+    @property
+    def calls(self) -> Mapping[str, Fields]: ...
 
     background: bool | None
     enable_response_messages: bool | None
@@ -205,7 +208,7 @@ class ResponseShape:
         message: Fields = {"role": "assistant", "content": None}
         for item in self._items:
             if item["type"] == "function_call":
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
             else:
@@ -256,7 +259,8 @@ class ResponseShape:
             item |= {"summary": [], "content": []}
         else:
             assert call is not None
-            item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+            name = call["function"]["name"]
+            item |= {"call_id": call["id"], **self._body.calls.get(name, {"name": name}), "arguments": ""}
         self._items.append(item)
         self._texts.append([])
         self._logprobs = []
@@ -302,6 +306,11 @@ class ResponseShape:
         number, self._number = self._number, self._number + 1
         data = encode({"type": kind, "sequence_number": number, **fields})
         return f"event: {kind}\ndata: ".encode() + data + b"\n\n"
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """A function's name for the model; one in a namespace is named as vLLM does."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _part(kind: str, text: str, logprobs: list[Item]) -> Fields:

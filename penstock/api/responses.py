@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation
@@ -17,7 +17,7 @@ from penstock.api.background import Background
 from penstock.api.chat import Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
-from penstock.api.response_shape import ResponseShape
+from penstock.api.response_shape import ResponseShape, flat_name
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
 from penstock.api.tools import wrong_value
@@ -89,6 +89,13 @@ class ResponsesBody(Body):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
+    @cached_property
+    def calls(self) -> dict[str, Fields]:
+        """Functions in namespaces, by their names for the model -> what says so in an answer's calls."""
+        found = [(said.get("name"), space) for _, space, said in _functions(self.tools)]
+        pairs = [(name, space) for name, space in found if isinstance(name, str) and space is not None]
+        return {flat_name(name, space): {"name": name, "namespace": space} for name, space in pairs}
+
     def check(self) -> None:
         if self.background and self.store is False:
             problem = "true with store: false, background can only be used when `store` is true"
@@ -108,19 +115,21 @@ class ResponsesBody(Body):
         new, places = messages_of(self.input)
         if not new and not before:
             raise InvalidRequest("input: only reasoning, at least one message is needed", "input")
+        functions = _functions(self.tools)
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, *before, *new],
             "max_tokens": self.max_output_tokens,
             "response_format": _format(self.text),
-            "tools": _tools(self.tools),
+            "tools": [_tool(said, space) for _, space, said in functions] or None,
             "tool_choice": _choice(self.tool_choice),
             "reasoning_effort": _effort(self.reasoning),
             "logprobs": self.wants_logprobs or None,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             **{name: getattr(self, name) for name in SAME},
         }
-        return ChatBody.made(fields, self, partial(_renamed, len(system) + len(before), places))
+        where = [place for place, _, _ in functions]
+        return ChatBody.made(fields, self, partial(_renamed, len(system) + len(before), places, where))
 
 
 def routes(models: Models, store: ResponseStore) -> list[Route]:
@@ -193,12 +202,13 @@ def _gone(name: str, field: str = "") -> HTTPException:
     )
 
 
-def _renamed(first: int, places: list[int], error: InvalidRequest) -> InvalidRequest:
+def _renamed(first: int, places: list[int], functions: list[str], error: InvalidRequest) -> InvalidRequest:
     """A chat's error by the names of a response's fields.
 
     Args:
         first: message of the chat that is from `input`.
         places: of each of these, which item it is from.
+        functions: where each of the chat's tools is.
     """
     old = error.field or ""
     new = RENAMED.get(old, old).replace(".function", "")
@@ -206,6 +216,9 @@ def _renamed(first: int, places: list[int], error: InvalidRequest) -> InvalidReq
         number, _, rest = old.removeprefix("messages[").partition("]")
         at = int(number) - first
         new = f"input[{places[at]}]{rest}" if 0 <= at < len(places) else "input"
+    elif old.startswith("tools["):
+        number, _, rest = old.removeprefix("tools[").partition("]")
+        new = f"{functions[int(number)]}{rest.replace('.function', '')}"
     return type(error)(str(error).replace(old, new, 1), new) if new != old else error
 
 
@@ -230,6 +243,8 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
             message = {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
         elif kind == "function_call":
             function = {name: _string(item, name, where) for name in ("name", "arguments")}
+            if item.get("namespace") is not None:
+                function["name"] = flat_name(function["name"], _string(item, "namespace", where))
             call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
             if made and made[-1]["role"] == "assistant" and not thought:
                 made[-1].setdefault("tool_calls", []).append(call)
@@ -267,15 +282,38 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tools(given: list[Item] | None) -> list[Item] | None:
-    """Chats have what a function is one level deeper."""
-    made = []
-    for i, tool in enumerate(given or []):
-        if (kind := tool.get("type")) != "function":
-            raise UnsupportedField(f"tools[{i}].type: {SHORT.repr(kind)}, allowed is 'function'", f"tools[{i}].type")
-        function = {key: value for key, value in tool.items() if key != "type" and value is not None}
-        made.append({"type": "function", "function": function})
-    return made or None
+def _functions(tools: list[Item] | None) -> list[tuple[str, str | None, Item]]:
+    """Of each: where it is, the namespace that it is in, and what is said of it."""
+    found: list[tuple[str, str | None, Item]] = []
+    for i, tool in enumerate(tools or []):
+        where, kind = f"tools[{i}]", tool.get("type")
+        if kind == "function":
+            found.append((where, None, tool))
+        elif kind == "namespace":
+            space, within = _string(tool, "name", where), tool.get("tools")
+            if not isinstance(within, list) or not within:
+                raise wrong_value(f"{where}.tools", within, "a list of at least one function")
+            for j, each in enumerate(within):
+                if not isinstance(each, dict) or each.get("type") != "function":
+                    raise _kind_of_tool(each, f"{where}.tools[{j}]", "'function'")
+                found.append((f"{where}.tools[{j}]", space, each))
+        else:
+            raise _kind_of_tool(tool, where, "'function' or 'namespace'")
+    return found
+
+
+def _kind_of_tool(tool: Any, where: str, allowed: str) -> InvalidRequest:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    error = UnsupportedField if isinstance(kind, str) else InvalidRequest
+    return error(f"{where}.type: {SHORT.repr(kind)}, allowed is {allowed}", f"{where}.type")
+
+
+def _tool(said: Item, space: str | None) -> Item:
+    """Chats have what a function is one level deeper, and no namespaces."""
+    function = {key: value for key, value in said.items() if key != "type" and value is not None}
+    if space is not None and isinstance(said.get("name"), str):
+        function["name"] = flat_name(said["name"], space)
+    return {"type": "function", "function": function}
 
 
 def _choice(given: str | Item | None) -> str | Item | None:

@@ -160,6 +160,7 @@ class ScriptedFrontend:
         self.salts: list[str] = []
         self.predictions: list[str] = []
         self.request_ids: list[str] = []
+        self.conversations: list[list[dict[str, Any]]] = []
         self.submitted: list[ScriptedGeneration] = []
         self.on_encode: Callable[[], object] = lambda: None
         self.encoding_blocked = False
@@ -200,6 +201,7 @@ class ScriptedFrontend:
         template_kwargs: dict[str, Any] | None,
         max_model_len: int | None = None,
     ) -> list[int]:
+        self.conversations.append(messages)
         assert size >= sum(len(str(message.get("content") or "")) for message in messages)
         text = "".join(f"{m['role']}:{m.get('content', '')}\n" for m in normalise(messages))
         if tools:

@@ -109,6 +109,30 @@ async def test_items_are_messages_of_a_chat(client: httpx.AsyncClient, frontend:
     assert bytes(frontend.submitted[0].prompt).decode().startswith("user:a\nassistant:")
 
 
+async def test_functions_in_namespaces(client: httpx.AsyncClient, frontend: Any) -> None:
+    """The model reads and calls them by one name; clients have the function's and the namespace's."""
+    function = {"type": "function", "name": "state", "parameters": {"type": "object", "properties": {"app": {}}}}
+    spaces = [{"type": "namespace", "name": "mcp__computer", "description": "d", "tools": [function]}]
+    tools = [{"type": "function", "name": "mcp__state"}, *spaces]
+    choice = {"type": "function", "name": "mcp__computer__state"}
+    frontend.script = lambda part: part.put(Delta(0, '{"app": 1}', [72], finish_reason="stop"))
+    asked = {"input": "hi", "tools": tools, "tool_choice": choice}
+    whole = (await client.post(URL, json=asked)).json()
+    assert b"tools:['mcp__state', 'mcp__computer__state']" in bytes(frontend.submitted[0].prompt)
+    assert whole["tools"] == tools
+    (call,) = whole["output"]
+    assert (call["name"], call["namespace"], call["arguments"]) == ("state", "mcp__computer", '{"app": 1}')
+    found = events(await client.post(URL, json=asked | {"stream": True}))
+    items = [event["item"] for event in found if "item" in event]
+    assert [(item["name"], item["namespace"]) for item in items] == [("state", "mcp__computer")] * 2
+    for before in ({"input": [{"role": "user", "content": "hi"}, call]}, {"previous_response_id": whole["id"]}):
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "on"}
+        answer = await client.post(URL, json=before | {"input": [*before.get("input", ()), result]})
+        assert answer.status_code == 200, answer.text
+        (made,) = [message for message in frontend.conversations[-1] if message.get("tool_calls")]
+        assert made["tool_calls"][0]["function"] == {"name": "mcp__computer__state", "arguments": '{"app": 1}'}
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -121,6 +145,18 @@ async def test_items_are_messages_of_a_chat(client: httpx.AsyncClient, frontend:
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "namespace": 3, "name": "f", "arguments": ""}]},
+            "input[0].namespace",
+        ),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "tools": [{"type": "function", "name": "f"}]}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [3]}]}, "tools[0].tools[0].type"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": 3}]}]},
+            "tools[0].tools[0].name",
+        ),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "background"),

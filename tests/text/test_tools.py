@@ -290,6 +290,8 @@ def test_forced_calls_are_read(places: list[int]) -> None:
     assert calls == [("get_weather", OSLO), ("stop", {})]
     assert not found.content
     assert fold(NamedCall(TOOLS, "get_weather"), cut(O, places)) == Folded("", [["get_weather", O]])
+    for text in ("<", "<think>\nwell, {}"):  # a limit, or the end of the reasoning, came before the call
+        assert fold(NamedCall(TOOLS, "get_weather"), cut(text, places)) == Folded(text, [])
 
 
 def test_schemas_are_closed_where_that_takes_nothing_away() -> None:

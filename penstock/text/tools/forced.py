@@ -21,7 +21,7 @@ class RequiredCalls(JsonTools):
 
 
 class NamedCall(ToolParser):
-    """All of the output is the arguments of one call.
+    """All of the output is the arguments of one call, an object; what does not begin one is content.
 
     Args:
         name: of its function.
@@ -32,10 +32,14 @@ class NamedCall(ToolParser):
         self._name = name
 
     def outside(self) -> bool:
-        if not self.reader.text:
+        if not self.reader.skip_blank():
             return False
-        if not self.called:
-            self.call(self._name)
+        if not self.reader.text.startswith("{"):
+            return self.go(self.say_rest)
+        self.call(self._name)
+        return self.go(self._within)
+
+    def _within(self) -> bool:
         self.argue(self.reader.take(len(self.reader.text)))
         return False
 
