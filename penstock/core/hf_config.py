@@ -22,6 +22,18 @@ MOST = {
     "sliding_window": 1 << 30,
     "max_window_layers": 10_000,
     "sliding_window_pattern": 10_000,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22,
+    "n_shared_experts": 1 << 10,
+    "n_group": 1 << 14,
+    "topk_group": 1 << 14,
+    "decoder_sparse_step": 10_000,
+    "first_k_dense_replace": 10_000,
+    "moe_layer_freq": 10_000,
 }
 
 
