@@ -231,6 +231,51 @@ def sparse_layers(hf: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(i for i in range(count(hf, "num_hidden_layers")) if (i + 1) % step == 0 and i not in dense)
 
 
+def deepseek_experts(hf: Mapping[str, Any], *, corrected: bool) -> ExpertsConfig | None:
+    """Experts as DeepSeek configures them, from `first_k_dense_replace` on; None without any.
+
+    Args:
+        corrected: as V3 chooses them (V3, 2.1.2), with sigmoids and a bias; else as V2 does.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    layers, first = count(hf, "num_hidden_layers"), count(hf, "first_k_dense_replace", 0, least=0)
+    sparse = frozenset(i for i in range(first, layers) if i % count(hf, "moe_layer_freq", 1) == 0)
+    count_of = "n_routed_experts" if hf.get("n_routed_experts") is not None else "num_local_experts"
+    if not sparse or (hf.get("n_routed_experts") is None and hf.get("num_local_experts") is None):
+        return None
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if corrected else "softmax"
+    methods = ("noaux_tc",) if corrected else ("greedy", "group_limited_greedy")
+    _one_of(hf, "scoring_func", (scoring,))
+    method = _one_of(hf, "topk_method", methods)
+    _one_of(hf, "norm_topk_prob", (True, False) if corrected else (False,))
+    groups = 1 if method == "greedy" else count(hf, "n_group", 1)
+    routing = read_routing(
+        hf,
+        count_of,
+        scoring=scoring,
+        groups=groups,
+        kept_groups=1 if method == "greedy" else count(hf, "topk_group", groups),
+        corrected=corrected,
+        renormalised=corrected and bool(hf.get("norm_topk_prob", True)),
+        scale=number(hf, "routed_scaling_factor", 2.5 if corrected else 1.0, *POSITIVE),
+    )
+    width = count(hf, "moe_intermediate_size")
+    shared = count(hf, "n_shared_experts", 0, least=0) * width
+    return ExpertsConfig(routing=routing, width=width, layers=sparse, shared=shared)
+
+
+def _one_of(hf: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> Any:
+    """A value, the first where there is none. Raises ConfigError."""
+    value = allowed[0] if hf.get(name) is None else hf[name]
+    if value not in allowed:
+        raise ConfigError(
+            f"config.json: {name} is {ascii(value)[:60]}, supported are {', '.join(map(str, allowed))}", name
+        )
+    return value
+
+
 def _activation(hf: Mapping[str, Any]) -> str:
     name = "hidden_activation" if hf.get("hidden_activation") else "hidden_act"
     asked = hf.get(name, "silu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,14 @@ class Router(Linear):
         if routing.corrected:
             self.correction = nn.Parameter(torch.empty(routing.count, dtype=torch.float32), requires_grad=False)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Router:
-        before = self.correction
-        super()._apply(*args, **kwargs)
-        if before is not None and self.correction is not None and self.correction.dtype != before.dtype:
-            self.correction = nn.Parameter(before.to(self.correction.device), requires_grad=False)
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Router:
+        correction, self.correction = self.correction, None
+        super()._apply(fn, *args, **kwargs)
+        if correction is not None:  # which stays in float32, whatever the model is made of
+            made = fn(correction.detach())
+            if made.dtype != correction.dtype:
+                made = correction.detach().to(made.device)
+            self.correction = nn.Parameter(made, requires_grad=False)
         return self
 
     def tensors(self, part: int | None = None) -> dict[str, Expected]:

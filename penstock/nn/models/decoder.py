@@ -43,6 +43,8 @@ EXPERTS: WeightMap = {
     "feed_forward.router": ("mlp.gate",),
     "feed_forward.experts.gate_up_proj": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
     "feed_forward.experts.down_proj": ("mlp.experts.*.down_proj",),
+    "feed_forward.shared_experts.gate_up_proj": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "feed_forward.shared_experts.down_proj": ("mlp.shared_experts.down_proj",),
 }
 
 
