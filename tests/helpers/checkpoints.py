@@ -35,6 +35,9 @@ SCALED = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
+EXPERTS = {"num_experts_per_tok": 3}
+NARROW = {"moe_intermediate_size": 36}
+
 # name -> (model_type, what differs from SIZE)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -50,14 +53,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-scaled": ("gemma3_text", {**GEMMA3, **MIXED, "rope_parameters": SCALED, "attention_bias": True}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 100}),
+    "mixtral": ("mixtral", {**EXPERTS, "num_local_experts": 6, "sliding_window": None}),
     "phi3": ("phi3", {}),
     "phi3-window": ("phi3", {"sliding_window": 100, "tie_word_embeddings": True}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     "phi3-longrope": ("phi3", {"rope_parameters": {**LONG, "factor": 4.0}, "original_max_position_embeddings": 1024}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "num_experts": 6, **NARROW, "shared_expert_intermediate_size": 48}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_experts": 12, **NARROW, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {**EXPERTS, "num_experts": 5, **NARROW, "mlp_only_layers": [0], "num_experts_per_tok": 1},
+    ),
     "seed-oss": ("seed_oss", {"head_dim": 24, "residual_dropout": 0.0}),
 }
 SIZE = {
