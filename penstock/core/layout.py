@@ -24,27 +24,35 @@ class KVGroup:
     """Layers whose K and V share blocks: a sequence has one block of each group for every BLOCK_TOKENS positions.
 
     Attributes:
-        kind: "full" is attention over everything before, "window" over the last `window` positions.
+        kind: "full" is attention over everything before, "window" over the last `window` positions; "latent" is over
+            everything too, and all heads share one vector a token, which is K, and whose first values are V.
         layers: indices of its layers in the model.
         kv_heads: of each layer; of one rank, where heads are spread over several.
-        head_dim: values of a head.
+        head_dim: values of a head, or of a latent vector.
         dtype: of stored values, a name in VALUE_BYTES.
         scale_bytes: of the scale beside a head's values, of K and of V each; 0 where they have none.
         window: positions that a token sees, itself included; None is all before it.
+        value_dim: values of a latent vector that are V; 0 where V is stored beside K.
     """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     dtype: str
-    kind: Literal["full", "window"] = "full"
+    kind: Literal["full", "window", "latent"] = "full"
     scale_bytes: int = 0
     window: int | None = None
+    value_dim: int = 0
+
+    @property
+    def kinds(self) -> int:
+        """Of what is stored: K and V, or latent vectors alone."""
+        return 1 if self.kind == "latent" else 2
 
     @property
     def heads_per_token(self) -> int:
-        """Of K and of V, in all layers."""
-        return 2 * len(self.layers) * self.kv_heads
+        """Of all kinds, in all layers."""
+        return self.kinds * len(self.layers) * self.kv_heads
 
     @property
     def bytes_per_token(self) -> int:
@@ -86,6 +94,25 @@ def attention_groups(windows: tuple[int | None, ...], kv_heads: int, head_dim: i
     )
 
 
+def latent_group(layers: int, rank: int, rope: int, dtype: str) -> KVGroup:
+    """What so many layers of multi-head latent attention keep (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
+
+    Args:
+        rank: values of a token that K and V of all heads are made of.
+        rope: those of its rotated key.
+        dtype: of stored values.
+    """
+    return KVGroup(
+        layers=tuple(range(layers)),
+        kv_heads=1,
+        head_dim=rank + rope,
+        dtype=dtype,
+        kind="latent",
+        scale_bytes=SCALE_BYTES if dtype in SCALED else 0,
+        value_dim=rank,
+    )
+
+
 def _parts(layers: list[int], count: int) -> list[list[int]]:
     """So many, of which none has two layers more than another."""
     ends = [len(layers) * (i + 1) // count for i in range(count)]
@@ -114,8 +141,8 @@ class KVLayout:
     Attributes:
         model: digest of the checkpoint, whatever folder it lies in; see `root_key`.
         order: how a group lies in a block: "block" [layer][k|v][head][token][dim], "token"
-            [token][layer][k|v][head][dim], "digest" one 8-byte digest a token (modelled devices). A group's scales
-            follow its values in the same order.
+            [token][layer][k|v][head][dim], of latent vectors without k|v; "digest" one 8-byte digest a token (modelled
+            devices). A group's scales follow its values in the same order.
         dtype: that K and V are computed in: "bfloat16", "float16", "float32"; "uint64" for digests.
         groups: of layers; of those that a modelled device's digests stand for.
         block_bytes: bytes of one block, which is of one group; padded to whole 4 KiB pages.

@@ -17,6 +17,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.nn import ops, triton
 from penstock.nn.batch import MOST_PADDED, Batch, Packed, padded_rows
 from penstock.nn.kv import KVLayers
+from penstock.nn.latent import LatentAttention
 from penstock.nn.models.decoder import Decoder
 
 KERNELS = ("rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul", "attention")  # which read what a graph's tensor says
@@ -28,6 +29,8 @@ def obstacle(model: Decoder) -> str | None:
         return f"there are no such graphs on {model.device.type}"
     if (reason := triton.missing()) is not None:
         return reason
+    if any(isinstance(part, LatentAttention) for part in model.modules()):
+        return "latent attention is computed op by op"
     if model.shard.ranks is not None:
         return "ranks are not captured yet"
     if other := [name for name in KERNELS if ops.OPS[name].backend_on("cuda").name != "triton"]:
