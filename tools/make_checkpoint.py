@@ -38,6 +38,16 @@ def size(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int)
     }
 
 
+def experts(count: int, per_token: int, width: int) -> dict[str, Any]:
+    """As Qwen3 configures them."""
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+    }
+
+
 # name -> (model_type, config); the published sizes
 GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tiny": (
@@ -53,6 +63,38 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**QWEN3, **size(2048, 28, 16, 8, 6144), "tie_word_embeddings": True, "rope_parameters": QWEN3_ROPE},
     ),
     "qwen3-8b": ("qwen3", {**QWEN3, **size(4096, 36, 32, 8, 12288), "rope_parameters": QWEN3_ROPE}),
+    "qwen3-moe-tiny": (
+        "qwen3_moe",
+        {
+            **QWEN3,
+            **size(256, 4, 8, 4, 768),
+            **experts(16, 4, 192),
+            "head_dim": 32,
+            "vocab_size": 8192,
+            "rope_parameters": QWEN3_ROPE,
+        },
+    ),
+    # one layer in four of the next one, and an eighth of its experts
+    "qwen3-moe-1.7b": (
+        "qwen3_moe",
+        {**QWEN3, **size(2048, 12, 32, 4, 6144), **experts(16, 8, 768), "rope_parameters": QWEN3_ROPE},
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {**QWEN3, **size(2048, 48, 32, 4, 6144), **experts(128, 8, 768), "rope_parameters": QWEN3_ROPE},
+    ),
+    "mixtral-8x7b": (
+        "mixtral",
+        {
+            **size(4096, 32, 32, 8, 14336),
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "llama-3.1-8b": (
         "llama",
         {

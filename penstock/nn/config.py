@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -67,8 +67,51 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a router's scores become the experts of a row, and their weights.
+
+    Attributes:
+        count: of experts to choose from.
+        top_k: that a row has.
+        scoring: "softmax" over all experts, or "sigmoid" of each by itself.
+        groups, kept_groups: experts are that many groups of neighbours, and are chosen from so many of these: those
+            whose best expert scores highest; with `corrected`, those whose two best do together.
+        corrected: whether a bias is added to scores, for the choice alone (DeepSeek-V3, 2.1.2).
+        renormalised: whether the weights of a row's experts sum up to 1, before `scale`.
+        scale: that they are multiplied with.
+    """
+
+    count: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    corrected: bool = False
+    renormalised: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Layers with experts instead of one gated MLP.
+
+    Attributes:
+        width: of each expert.
+        layers: which layers have them.
+        shared: width of an MLP that all rows have besides; 0 is none.
+        shared_gate: whether a gate says for each row how much of that is added.
+    """
+
+    routing: Routing
+    width: int
+    layers: frozenset[int]
+    shared: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A dense decoder: blocks of grouped-query attention and a gated MLP.
+    """A decoder: blocks of grouped-query attention and a gated MLP, or experts.
 
     Attributes:
         rope: of every layer; of those without a window, where `window_rope` is there.
@@ -83,6 +126,7 @@ class DecoderConfig:
         qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
         dtype: of the weights as config.json says, or None when it does not.
         latent: of all layers' attention, where it is multi-head latent attention; then `head_dim` is that of a query.
+        experts: where some layers have them; `intermediate_size` is that of the others.
     """
 
     vocab_size: int
@@ -109,6 +153,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -179,6 +224,85 @@ def read_decoder(
             "num_key_value_heads",
         )
     return config
+
+
+def read_routing(hf: Mapping[str, Any], count_of: str, **own: Any) -> Routing:
+    """Raises ConfigError.
+
+    Args:
+        count_of: the key that has the number of experts.
+        own: fields besides the numbers of experts.
+    """
+    routing = Routing(count=count(hf, count_of), top_k=count(hf, "num_experts_per_tok"), **own)
+    if routing.count % routing.groups:
+        raise ConfigError(
+            f"config.json: n_group {routing.groups} does not divide {count_of} {routing.count}", "n_group"
+        )
+    if routing.kept_groups > routing.groups:
+        raise ConfigError(
+            f"config.json: topk_group {routing.kept_groups} is more than n_group {routing.groups}", "topk_group"
+        )
+    if routing.corrected and routing.groups > 1 and routing.count // routing.groups < 2:
+        raise ConfigError(f"config.json: n_group {routing.groups} leaves groups of less than two experts", "n_group")
+    if routing.top_k > (most := routing.count // routing.groups * routing.kept_groups):
+        raise ConfigError(
+            f"config.json: num_experts_per_tok is {routing.top_k}, there are {most} experts to choose from",
+            "num_experts_per_tok",
+        )
+    return routing
+
+
+def sparse_layers(hf: Mapping[str, Any]) -> frozenset[int]:
+    """Layers with experts as Qwen configures them: every `decoder_sparse_step`-th but `mlp_only_layers`."""
+    step, dense = count(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigError("config.json: mlp_only_layers must be a list of whole numbers", "mlp_only_layers")
+    return frozenset(i for i in range(count(hf, "num_hidden_layers")) if (i + 1) % step == 0 and i not in dense)
+
+
+def deepseek_experts(hf: Mapping[str, Any], *, corrected: bool) -> ExpertsConfig | None:
+    """Experts as DeepSeek configures them, from `first_k_dense_replace` on; None without any.
+
+    Args:
+        corrected: as V3 chooses them (V3, 2.1.2), with sigmoids and a bias; else as V2 does.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    layers, first = count(hf, "num_hidden_layers"), count(hf, "first_k_dense_replace", 0, least=0)
+    sparse = frozenset(i for i in range(first, layers) if i % count(hf, "moe_layer_freq", 1) == 0)
+    count_of = "n_routed_experts" if hf.get("n_routed_experts") is not None else "num_local_experts"
+    if not sparse or (hf.get("n_routed_experts") is None and hf.get("num_local_experts") is None):
+        return None
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if corrected else "softmax"
+    methods = ("noaux_tc",) if corrected else ("greedy", "group_limited_greedy")
+    _one_of(hf, "scoring_func", (scoring,))
+    method = _one_of(hf, "topk_method", methods)
+    _one_of(hf, "norm_topk_prob", (True, False) if corrected else (False,))
+    groups = 1 if method == "greedy" else count(hf, "n_group", 1)
+    routing = read_routing(
+        hf,
+        count_of,
+        scoring=scoring,
+        groups=groups,
+        kept_groups=1 if method == "greedy" else count(hf, "topk_group", groups),
+        corrected=corrected,
+        renormalised=corrected and bool(hf.get("norm_topk_prob", True)),
+        scale=number(hf, "routed_scaling_factor", 2.5 if corrected else 1.0, *POSITIVE),
+    )
+    width = count(hf, "moe_intermediate_size")
+    shared = count(hf, "n_shared_experts", 0, least=0) * width
+    return ExpertsConfig(routing=routing, width=width, layers=sparse, shared=shared)
+
+
+def _one_of(hf: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> Any:
+    """A value, the first where there is none. Raises ConfigError."""
+    value = allowed[0] if hf.get(name) is None else hf[name]
+    if value not in allowed:
+        raise ConfigError(
+            f"config.json: {name} is {ascii(value)[:60]}, supported are {', '.join(map(str, allowed))}", name
+        )
+    return value
 
 
 def _activation(hf: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.nn import ops, triton
 from penstock.nn.batch import MOST_PADDED, Batch, Packed, padded_rows
+from penstock.nn.experts import MixtureOfExperts
 from penstock.nn.kv import KVLayers
 from penstock.nn.latent import LatentAttention
 from penstock.nn.models.decoder import Decoder
@@ -31,6 +32,8 @@ def obstacle(model: Decoder) -> str | None:
         return reason
     if any(isinstance(part, LatentAttention) for part in model.modules()):
         return "latent attention is computed op by op"
+    if any(isinstance(part, MixtureOfExperts) for part in model.modules()):
+        return "rows are given to experts by the host"
     if model.shard.ranks is not None:
         return "ranks are not captured yet"
     if other := [name for name in KERNELS if ops.OPS[name].backend_on("cuda").name != "triton"]:

@@ -115,9 +115,14 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
+    """
+    Args:
+        width: of the gate; None is the config's.
+    """
+
+    def __init__(self, config: DecoderConfig, shard: Shard = WHOLE, width: int | None = None) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
+        hidden, width = config.hidden_size, width or config.intermediate_size
         self.activation = config.activation
         self.gate_up_proj = ColumnLinear(hidden, (width, width), config.mlp_bias, shard)
         self.down_proj = RowLinear(width, (hidden,), config.mlp_bias, shard)

@@ -69,9 +69,11 @@ class Linear(nn.Module):
         method: how it is held.
         by_rows: whether it takes some of a checkpoint's rows before all are read, where the format can.
         weight: [own outs, own ins], that of one projection after the other.
+        exact: whether it is left as it is where a plain checkpoint is quantised.
     """
 
     by_rows = True
+    exact = False
 
     def __init__(
         self,
@@ -147,11 +149,15 @@ class Linear(nn.Module):
         here, and which they are."""
         start = 0
         for i in range(len(self.outs)) if part is None else (part,):
-            own, place = self.own_outs[i], sum(map(len, self.own_outs[:i]))
+            own, place = self.own_outs[i], self._place(i)
             outs = range(max(first, start + own.start), min(first + rows, start + own.stop))
             if outs:
                 yield place + outs.start - (start + own.start), outs
             start += self.outs[i]
+
+    def _place(self, part: int) -> int:
+        """Where a projection's first output is in the weight."""
+        return sum(map(len, self.own_outs[:part]))
 
     def dense(self) -> Tensor:
         """The weight as [own outs, own ins], perhaps a copy."""

@@ -39,6 +39,7 @@ from penstock.nn.checkpoint import (
     weight_files,
 )
 from penstock.nn.config import DecoderConfig
+from penstock.nn.experts import ExpertLinear
 from penstock.nn.formats import Quantisation, read_quantisation
 from penstock.nn.formats.base import Expected, Format, check_cut
 from penstock.nn.formats.dense import DENSE
@@ -257,16 +258,15 @@ def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtyp
     """
 
     def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
-        block = LAYER.match(path)
-        names = ("lm_head",) if block is None else [block[0] + name for name in model.weights[path[block.end() :]]]
-        formats = [quantisation.of(name) for name in names]
+        linear, names = model.get_submodule(path), _sources(model, path) if LAYER.match(path) else ("lm_head",)
+        assert isinstance(linear, Linear)
+        plain = linear.exact and quantisation.at_load
+        formats = [DENSE if plain else quantisation.of(name) for name in names]
         for name, form in zip(names, formats, strict=True):
             if form != formats[0]:
                 raise ConfigError(
                     f"{name} and {names[0]} are computed as one, but quantised differently in the checkpoint", "model"
                 )
-        linear = model.get_submodule(path)
-        assert isinstance(linear, Linear)
         if (codes := formats[0].codes) is not None and not codes.ordered:
             try:
                 check_cut(codes.group, linear.own_ins, linear.ins)
@@ -338,6 +338,10 @@ def _check_shards(config: DecoderConfig, size: int) -> None:
         return ConfigError(f"tensor-parallel-size: {size}, allowed is {allowed}", "tensor-parallel-size")
 
     split = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    if (experts := config.experts) is not None:
+        split["moe_intermediate_size"] = experts.width
+        if experts.shared:
+            split["width of shared experts"] = experts.shared
     for name, count in split.items():
         if count % size:
             raise refuse(f"what divides the model's {name}, {count}")
@@ -471,22 +475,32 @@ class Place:
         self.part.load(self.name, tensor, self.number, first)
 
 
+def _sources(model: Decoder, path: str) -> tuple[str, ...]:
+    """What a checkpoint calls the projections of a part."""
+    block = LAYER.match(path)
+    if block is None:
+        return (path,)
+    names, part = model.weights[path[block.end() :]], model.get_submodule(path)
+    if isinstance(part, ExpertLinear):
+        names = tuple(name.replace("*", str(i)) for i in range(part.count) for name in names)
+    return tuple(block[0] + name for name in names)
+
+
 def places(model: Decoder) -> dict[str, Place]:
     """All tensors that a checkpoint has, by their names."""
     found: dict[str, Place] = {}
     for path, part in model.named_modules():
         if not isinstance(part, Part):
             continue
-        block = LAYER.match(path)
-        sources = (path,) if block is None else model.weights[path[block.end() :]]
+        sources = _sources(model, path)
         for i, source in enumerate(sources):
             number = i if len(sources) > 1 else None
             try:
                 tensors = part.tensors(number)
             except ValueError as error:
-                raise ConfigError(f"{block[0] if block else ''}{source}: {error}", "quantization_config") from None
+                raise ConfigError(f"{source}: {error}", "quantization_config") from None
             for name, expected in tensors.items():
-                found[f"{block[0] if block else ''}{source}.{name}"] = Place(part, name, number, expected)
+                found[f"{source}.{name}"] = Place(part, name, number, expected)
     return found
 
 

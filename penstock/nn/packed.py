@@ -69,6 +69,14 @@ class PackedWeight(nn.Module):
         pack = native.function(f"penstock_pack_{native.SUFFIX[self.dtype]}", "pnnpnn")
         pack(self.memory.data_ptr(), *self.shape, rows.data_ptr(), first, len(rows))
 
+    def part(self, first: int, outs: int) -> PackedWeight:
+        """Outputs [first, first + outs), whole panels, in the same memory."""
+        line = self.steps * self.in_word
+        part = PackedWeight(outs, self.shape[1], self.dtype, torch.device("meta"))
+        memory = self.memory.detach()[first * line : (first + outs) * line]
+        part.memory = nn.Parameter(memory, requires_grad=False)
+        return part
+
     def unpacked(self) -> Tensor:
         """A copy as [outs, ins]."""
         panel = native.panel_groups()

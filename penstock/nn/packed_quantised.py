@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nn import native
-from penstock.nn.packed import LINE
+from penstock.nn.packed import LANES, LINE
 from penstock.nn.quantised import Codes, Pieces, put_order
 
 RUN = 128  # see native/quantised.h
@@ -20,6 +20,11 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of scales
 def layout() -> str:
     """Names how weights are packed here, which depends on the instruction set."""
     return f"{LAYOUT} {native.value('penstock_quantised_groups')()} {sys.byteorder}"
+
+
+def panel_outs() -> int:
+    """Outputs that a panel has."""
+    return native.value("penstock_quantised_groups")() * LANES
 
 
 class Quantised(ctypes.Structure):
@@ -105,6 +110,14 @@ class PackedQuantisedWeight(nn.Module):
         native.function("penstock_quantised_put", "pnnppp")(
             self.view(), first, count, codes.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr()
         )
+
+    def part(self, first: int, outs: int) -> PackedQuantisedWeight:
+        """Outputs [first, first + outs), whole panels, in the same memory."""
+        part = PackedQuantisedWeight(outs, self.shape[1], self.kind, self.dtype, torch.device("meta"))
+        start = first * part.memory.nbytes // outs  # panels are of one size
+        memory = self.memory.detach()[start : start + part.memory.nbytes]
+        part.memory, part.order = nn.Parameter(memory, requires_grad=False), self.order
+        return part
 
     def rows(self, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """weight[index], each number rounded once. index: [rows] int64."""

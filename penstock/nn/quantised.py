@@ -166,6 +166,16 @@ class QuantisedWeight(nn.Module):
         if self.order is not None:
             put_order(self.order, pieces.order)
 
+    def part(self, first: int, outs: int) -> QuantisedWeight:
+        """Outputs [first, first + outs), in the same memory."""
+        part = QuantisedWeight(outs, self.shape[1], self.kind, self.dtype, torch.device("meta"))
+        rows = slice(first, first + outs)
+        part.codes = nn.Parameter(self.codes.detach()[rows], requires_grad=False)
+        part.scales = nn.Parameter(self.scales.detach()[rows], requires_grad=False)
+        part.zeros = None if self.zeros is None else nn.Parameter(self.zeros.detach()[rows], requires_grad=False)
+        part.order = self.order
+        return part
+
     def dense(self) -> Tensor:
         """A copy as [outs, ins], of `dtype`, each number rounded once."""
         weight = self.columns()

@@ -19,9 +19,11 @@ from penstock.engine.cache import as_layers
 from penstock.nn import native, ops, triton
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
+from penstock.nn.config import Routing
+from penstock.nn.experts import ExpertLinear
 from penstock.nn.head_weight import HeadWeight
 from penstock.nn.kv import LARGEST, LayerKV, quantised
-from penstock.nn.methods import PACKED
+from penstock.nn.methods import PACKED, PLAIN, method_for
 from penstock.nn.native.isa import sets_here
 from penstock.nn.ops import OPS, gumbel_noise, row_key, sdpa
 from penstock.nn.ops.sample import GOLDEN, MASK, mix
@@ -213,6 +215,60 @@ def quantised_weight(kind_of_weight, data, outs: int, ins: int, device: str, dty
     return weight
 
 
+def routing_of(data, count: int, top_k: int) -> Routing:
+    groups = data.draw(st.sampled_from([g for g in (1, 2, 4) if count % g == 0 and count // g >= 2] or [1]))
+    kept = data.draw(st.integers(-(-top_k * groups // count), groups))
+    scoring, renormalised = data.draw(st.sampled_from(["softmax", "sigmoid"])), data.draw(st.booleans())
+    corrected, scale = data.draw(st.booleans()), data.draw(st.sampled_from([1.0, 2.5]))
+    return Routing(
+        count=count,
+        top_k=top_k,
+        scoring=scoring,
+        groups=groups,
+        kept_groups=kept,
+        corrected=corrected,
+        renormalised=renormalised,
+        scale=scale,
+    )
+
+
+def stacked(data, slots: int, outs: int, ins: int, device: str, dtype: torch.dtype) -> ops.Stacked:
+    """Of experts, as some method holds them."""
+    linear = ExpertLinear(ins, (outs,), slots, range(slots)).to(dtype)
+    codes = data.draw(st.sampled_from([None, Codes(8), Codes(4, group=32, scales=torch.float16), Codes(8, "e4m3")]))
+    plain = codes is None and data.draw(st.booleans())
+    linear.hold(PLAIN if plain else method_for(torch.device(device), dtype, codes))
+    linear._apply(lambda place: torch.full(place.shape, 3, dtype=place.dtype, device=device))
+    linear.prepare()
+    for i in range(slots):
+        rows = torch.randn(outs, ins) / ins**0.5 if codes is None else random_pieces(outs, ins, codes)
+        linear.method.put(linear.weight, linear._place(i), rows)
+    return linear.stacked
+
+
+def of_experts(name: str, data, rows: int, device: str, dtype: torch.dtype):
+    """Arguments of the ops of a mixture of experts."""
+    count = data.draw(st.sampled_from([1, 3, 8, 20]))
+    top_k = data.draw(st.integers(1, min(count, 4)))
+    if name == "route":
+        routing = routing_of(data, count, top_k)
+        correction = torch.randn(count).to(device) if routing.corrected else None
+        return (4 * torch.randn(rows, count)).to(device), correction, routing
+    experts = torch.stack([torch.randperm(count)[:top_k].sort().values for _ in range(rows)]).to(device)
+    if name == "group_experts":
+        return experts, count
+    hidden, width = data.draw(st.sampled_from([32, 64, 96, 150])), data.draw(st.sampled_from([32, 64, 160]))
+    if name == "combine_experts":
+        made = torch.randn(rows * top_k, hidden + 10).to(device, dtype)[:, :hidden]
+        return made, torch.randperm(rows * top_k).view(rows, top_k).to(device), torch.rand(rows, top_k).to(device)
+    pairs, bounds, _ = ops.group_experts(experts, count)
+    gate_up, down = (
+        stacked(data, count, outs, ins, device, dtype) for outs, ins in ((2 * width, hidden), (hidden, width))
+    )
+    x = torch.randn(rows, hidden).to(device, dtype)
+    return x, pairs, bounds, top_k, gate_up, down, data.draw(st.sampled_from(ops.ACTIVATIONS))
+
+
 def case(name: str, data, device: str, dtype: torch.dtype):
     """(arguments, tensors changed in place) for one op with random shapes."""
 
@@ -231,8 +287,9 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         weight, bias = PackedWeight.of(rand(outs, width)), data.draw(st.sampled_from([None, rand(outs)]))
         return (rand(rows, width), weight, bias, torch.float32 if wide else dtype), []
     if name == "packed_rows":
-        weight = PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1))))
-        return (weight, torch.randint(0, 150, (rows,))), []
+        return (PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1)))), torch.randint(0, 150, (rows,))), []
+    if name in ("route", "group_experts", "expert_rows", "combine_experts"):
+        return of_experts(name, data, rows, device, dtype), []
     if "quantised" in name:
         outs, ins = data.draw(st.sampled_from([1, 16, 63, 150])), width + data.draw(st.sampled_from([0, 1, 200]))
         of = PackedQuantisedWeight if name.startswith("packed") else QuantisedWeight

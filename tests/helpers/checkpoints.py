@@ -44,7 +44,11 @@ LATENT = {
     "v_head_dim": 22,
 }
 DENSE = {"first_k_dense_replace": 3}
+ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 36}
+GROUPED = {**ROUTED, "n_group": 4, "topk_group": 2}
 SHARP = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "beta_fast": 32, "beta_slow": 1}
+EXPERTS = {"num_experts_per_tok": 3}
+NARROW = {"moe_intermediate_size": 36}
 
 # name -> (model_type, what differs from SIZE)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,9 +60,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
     "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
-    "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "q_lora_rank": None}),
+    "deepseek-v2": ("deepseek_v2", {**LATENT, **ROUTED, "q_lora_rank": None}),
     "deepseek-v2-yarn": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": SHARP, "attention_bias": True}),
-    "deepseek-v3": ("deepseek_v3", {**LATENT, **DENSE}),
+    "deepseek-v2-groups": ("deepseek_v2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": ("deepseek_v3", {**LATENT, **GROUPED, "routed_scaling_factor": 2.5}),
     "deepseek-v3-yarn": ("deepseek_v3", {**LATENT, **DENSE, "rope_parameters": SHARP, "attention_bias": True}),
     "deepseek-v3-halves": ("deepseek_v3", {**LATENT, **DENSE, "rope_interleave": False, "q_lora_rank": None}),
     "gemma": ("gemma", {"head_dim": 24}),
@@ -66,14 +71,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-scaled": ("gemma3_text", {**GEMMA3, **MIXED, "rope_parameters": SCALED, "attention_bias": True}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 100}),
+    "mixtral": ("mixtral", {**EXPERTS, "num_local_experts": 6, "sliding_window": None}),
     "phi3": ("phi3", {}),
     "phi3-window": ("phi3", {"sliding_window": 100, "tie_word_embeddings": True}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     "phi3-longrope": ("phi3", {"rope_parameters": {**LONG, "factor": 4.0}, "original_max_position_embeddings": 1024}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "num_experts": 6, **NARROW, "shared_expert_intermediate_size": 48}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_experts": 12, **NARROW, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {**EXPERTS, "num_experts": 5, **NARROW, "mlp_only_layers": [0], "num_experts_per_tok": 1},
+    ),
     "seed-oss": ("seed_oss", {"head_dim": 24, "residual_dropout": 0.0}),
 }
 SIZE = {

@@ -40,6 +40,11 @@ SPELLINGS = [
     ("qwen2", {"max_position_embeddings": None}),
     ("mistral-window", {"max_position_embeddings": None}),
     ("gemma", {"hidden_act": "gelu", "num_key_value_heads": 2}),
+    ("qwen3-moe", {"num_local_experts": None, "num_experts": 12}),
+    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}),
+    ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2, "layer_types": None}),
+    ("qwen2-moe", {"mlp_only_layers": None, "decoder_sparse_step": None}),
+    ("mixtral", {"sliding_window": 40, "num_key_value_heads": 2}),
     ("phi3-longrope", {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": LONG}),
     ("phi3-partial", {"rope_parameters": None, "partial_rotary_factor": 0.75, "rope_theta": 5000.0}),
 ]
@@ -66,8 +71,9 @@ def test_spellings_mean_what_transformers_takes_them_for(transformers, tmp_path,
     assert torch.allclose(base, theirs.model.rotary_emb.inv_freq, rtol=1e-6)
     assert factor == pytest.approx(theirs.model.rotary_emb.attention_scaling)
     assert ours.max_positions == theirs.config.max_position_embeddings
-    if name.startswith("qwen2"):
-        assert ours.windows == tuple(layer.self_attn.sliding_window for layer in theirs.model.layers)
+    if name.startswith(("qwen2", "qwen3-moe")):
+        theirs = [layer.self_attn for layer in theirs.model.layers]
+        assert ours.windows == tuple(getattr(attention, "sliding_window", None) for attention in theirs)
 
 
 OLD = {"rope_parameters": None, "rope_theta": 2e6, "layer_types": None, "_sliding_window_pattern": None}
@@ -124,6 +130,9 @@ def test_longrope_has_the_frequencies_of_the_longest_sequence_that_there_may_be(
         ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope"}}, "needs 'short_factor and long_factor'"),
         ("phi3-longrope", {"rope_parameters": {"rope_type": "su", "short_factor": [1.0]}}, "list of 8 numbers"),
         ("phi3-partial", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "rotates 11 of 16 dimensions"),
+        ("qwen3-moe", {"num_experts_per_tok": 13}, "num_experts_per_tok is 13, there are 12 experts to choose from"),
+        ("qwen3-moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list of whole numbers"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0, allowed is a whole number from 1"),
     ],
 )
 def test_what_other_architectures_cannot_is_named(tmp_path, name, changes, says):

@@ -22,6 +22,7 @@ from penstock.core.errors import ConfigError
 from penstock.nn.loader import INDEX, load_model
 from penstock.nn.models import MODELS
 from penstock.service.checkpoint import DEMO
+from tests.helpers.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
@@ -144,6 +145,8 @@ FIELDS = [*CONFIG, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "ro
 FIELDS += ["layer_types", "use_sliding_window", "max_window_layers", "hidden_act", "quantization_config", "model_type"]
 FIELDS += ["partial_rotary_factor", "original_max_position_embeddings", "rope_local_base_freq", "hidden_activation"]
 FIELDS += ["query_pre_attn_scalar", "sliding_window_pattern", "attn_logit_softcapping", "tie_word_embeddings"]
+FIELDS += ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"]
+FIELDS += ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
 ARCHITECTURES = st.sampled_from(sorted(MODELS))
 
 
@@ -246,6 +249,27 @@ def test_an_index_that_is_none(folder: Path, weight_map: object) -> None:
 def test_an_architecture_that_nobody_wrote_names_those_that_there_are(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["T5ForConditionalGeneration"]}))
     assert "T5ForConditionalGeneration; supported are Gemma3ForCausalLM, Gemma" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("gone", "more", "says"),
+    [
+        (["experts.3.w2"], [], "the first is 'model.layers.1.block_sparse_moe.experts.3.w2.weight'"),
+        ([], ["experts.6.w1"], "'model.layers.1.block_sparse_moe.experts.6.w1.weight' is not part of Mixtral"),
+        (["gate"], [], "the first is 'model.layers.1.block_sparse_moe.gate.weight'"),
+        (["experts.5.w1"], ["experts.5.w1"], "is [7], config.json makes it [112, 64]"),
+    ],
+)
+def test_an_expert_that_is_missing_or_superfluous(tmp_path: Path, gone: list[str], more: list[str], says: str) -> None:
+    pytest.importorskip("transformers")
+    file = write_checkpoint(tmp_path, "mixtral") / "model.safetensors"
+    tensors = load_file(file)
+    for name in gone:
+        del tensors[f"model.layers.1.block_sparse_moe.{name}.weight"]
+    for name in more:
+        tensors[f"model.layers.1.block_sparse_moe.{name}.weight"] = torch.ones(7)
+    save_file(tensors, file)
+    assert says in refused(tmp_path)
 
 
 def test_a_shard_that_is_missing(folder: Path) -> None:

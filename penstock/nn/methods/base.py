@@ -68,6 +68,14 @@ class LinearMethod(ABC, Generic[W, R]):
     def dense(self, weight: W) -> Tensor:
         """[outs, ins], perhaps a copy."""
 
+    def cut(self) -> int:
+        """Outputs of which a multiple can be a `part`."""
+        return 1
+
+    @abstractmethod
+    def part(self, weight: W, first: int, outs: int) -> W:
+        """Outputs [first, first + outs) of a weight, both multiples of `cut`, in the same memory."""
+
     @abstractmethod
     def layout(self) -> str:
         """Names how it lays out bytes here."""

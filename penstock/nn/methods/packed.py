@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.nn import native, ops
 from penstock.nn.bounded_logits import BoundedLogits, Take
 from penstock.nn.methods.base import LinearMethod
-from penstock.nn.packed import PackedWeight, layout
+from penstock.nn.packed import LANES, PackedWeight, layout
 
 
 class Packed(LinearMethod[PackedWeight, Tensor]):
@@ -36,6 +36,12 @@ class Packed(LinearMethod[PackedWeight, Tensor]):
 
     def dense(self, weight: PackedWeight) -> Tensor:
         return weight.unpacked()
+
+    def cut(self) -> int:
+        return native.panel_groups() * LANES
+
+    def part(self, weight: PackedWeight, first: int, outs: int) -> PackedWeight:
+        return weight.part(first, outs)
 
     def layout(self) -> str:
         return f"{self.name} {layout()}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.nn import native, ops
 from penstock.nn.methods.base import LinearMethod
-from penstock.nn.packed_quantised import PackedQuantisedWeight, layout
+from penstock.nn.packed_quantised import PackedQuantisedWeight, layout, panel_outs
 from penstock.nn.quantised import Codes, Pieces
 
 
@@ -41,6 +41,12 @@ class PackedQuantised(LinearMethod[PackedQuantisedWeight, Pieces]):
 
     def dense(self, weight: PackedQuantisedWeight) -> Tensor:
         return weight.unpacked()
+
+    def cut(self) -> int:
+        return panel_outs()
+
+    def part(self, weight: PackedQuantisedWeight, first: int, outs: int) -> PackedQuantisedWeight:
+        return weight.part(first, outs)
 
     def layout(self) -> str:
         return f"{self.name} {self.codes} {layout()}"

@@ -68,5 +68,8 @@ class PerHead(LinearMethod[LatentWeight, Tensor | Pieces]):
     def dense(self, weight: LatentWeight) -> Tensor:
         return torch.cat((weight.keys.dense().transpose(1, 2), weight.values.dense()), dim=1).flatten(0, 1)
 
+    def part(self, weight: LatentWeight, first: int, outs: int) -> LatentWeight:
+        raise AssertionError("it is one of all heads")
+
     def layout(self) -> str:
         return f"{self.name} {layout() if self.packed else sys.byteorder}"

@@ -37,5 +37,8 @@ class Plain(LinearMethod[nn.Parameter, Tensor]):
     def dense(self, weight: nn.Parameter) -> Tensor:
         return weight
 
+    def part(self, weight: nn.Parameter, first: int, outs: int) -> nn.Parameter:
+        return nn.Parameter(weight.detach()[first : first + outs], requires_grad=False)
+
     def layout(self) -> str:
         return f"{self.name} {sys.byteorder}"

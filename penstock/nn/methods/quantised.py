@@ -39,5 +39,8 @@ class Quantised(LinearMethod[QuantisedWeight, Pieces]):
     def dense(self, weight: QuantisedWeight) -> Tensor:
         return weight.dense()
 
+    def part(self, weight: QuantisedWeight, first: int, outs: int) -> QuantisedWeight:
+        return weight.part(first, outs)
+
     def layout(self) -> str:
         return f"{self.name} {self.codes} {layout()}"

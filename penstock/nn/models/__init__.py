@@ -12,9 +12,12 @@ from penstock.nn.models.gemma import Gemma
 from penstock.nn.models.gemma3 import Gemma3
 from penstock.nn.models.llama import Llama
 from penstock.nn.models.mistral import Mistral
+from penstock.nn.models.mixtral import Mixtral
 from penstock.nn.models.phi3 import Phi3
 from penstock.nn.models.qwen2 import Qwen2
+from penstock.nn.models.qwen2_moe import Qwen2MoE
 from penstock.nn.models.qwen3 import Qwen3
+from penstock.nn.models.qwen3_moe import Qwen3MoE
 from penstock.nn.models.seed_oss import SeedOss
 
 MODELS: dict[str, type[Decoder]] = {
@@ -24,9 +27,12 @@ MODELS: dict[str, type[Decoder]] = {
     "GemmaForCausalLM": Gemma,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
+    "MixtralForCausalLM": Mixtral,
     "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2MoeForCausalLM": Qwen2MoE,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3MoE,
     "SeedOssForCausalLM": SeedOss,
 }
 

@@ -1,4 +1,4 @@
-"""A dense decoder over a paged cache: what the Llama family shares."""
+"""A decoder over a paged cache: what the Llama family shares."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits, Take
 from penstock.nn.config import DecoderConfig, RopeConfig
+from penstock.nn.experts import feed_forward
 from penstock.nn.formats.base import Format
 from penstock.nn.formats.dense import DENSE
 from penstock.nn.kv import KVLayers
-from penstock.nn.layers import Attention, Block, GatedMLP, Norm, RMSNorm, Stack
+from penstock.nn.layers import Attention, Block, Norm, RMSNorm, Stack
 from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.ranks import Ranks
 from penstock.nn.rope import frequencies, longest
 
 # Of a block: where its weights go -> what checkpoints call them. Several names are the projections of one linear, in
-# their order; one name for a linear of several projections is theirs together.
+# their order; one name for a linear of several projections is theirs together. A "*" stands for each expert's number.
 WeightMap = Mapping[str, tuple[str, ...]]
 
 WEIGHTS: WeightMap = {
@@ -38,8 +39,17 @@ WEIGHTS: WeightMap = {
 }
 
 
+EXPERTS: WeightMap = {
+    "feed_forward.router": ("mlp.gate",),
+    "feed_forward.experts.gate_up_proj": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+    "feed_forward.experts.down_proj": ("mlp.experts.*.down_proj",),
+    "feed_forward.shared_experts.gate_up_proj": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "feed_forward.shared_experts.down_proj": ("mlp.shared_experts.down_proj",),
+}
+
+
 class Decoder(nn.Module):
-    """Base of every dense architecture; a subclass says how to read its config.json, and what differs in its blocks.
+    """Base of every architecture; a subclass says how to read its config.json, and what differs in its blocks.
 
     Attributes:
         weights: as `WEIGHTS`.
@@ -61,7 +71,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def block(cls, config: DecoderConfig, layer: int, shard: Shard) -> Block:
-        return Block(config, Attention(config, layer, shard, cls.norm), GatedMLP(config, shard), cls.norm)
+        return Block(config, Attention(config, layer, shard, cls.norm), feed_forward(config, layer, shard), cls.norm)
 
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()

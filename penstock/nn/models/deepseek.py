@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and R1: multi-head latent attention."""
+"""DeepSeek V2 and V3, and R1: multi-head latent attention, and experts in all layers but the first ones."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,22 +6,40 @@ from typing import Any, ClassVar
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import count
-from penstock.nn.config import DecoderConfig, LatentConfig, RopeConfig, read_decoder, read_rope
+from penstock.nn.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    RopeConfig,
+    deepseek_experts,
+    read_decoder,
+    read_rope,
+)
+from penstock.nn.experts import feed_forward
 from penstock.nn.latent import LatentAttention
-from penstock.nn.layers import Block, GatedMLP
+from penstock.nn.layers import Block
 from penstock.nn.linear import Shard
-from penstock.nn.models.decoder import WEIGHTS, Decoder, WeightMap
+from penstock.nn.models.decoder import EXPERTS, WEIGHTS, Decoder, WeightMap
 from penstock.nn.rope import magnitude
 
 # what transformers takes where config.json has no such key
 DEFAULTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-V2 = DEFAULTS | {"max_position_embeddings": 2048, "first_k_dense_replace": 0}
-V3 = DEFAULTS | {"max_position_embeddings": 4096, "first_k_dense_replace": 3}
+V2 = DEFAULTS | {"max_position_embeddings": 2048, "moe_intermediate_size": 1407, "n_shared_experts": 2}
+V3 = DEFAULTS | {
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+}
 
 
 class DeepseekV2(Decoder):
     weights: ClassVar[WeightMap] = {
         **WEIGHTS,
+        **EXPERTS,
         "mixer.q_proj": ("self_attn.q_proj",),
         "mixer.q_a_proj": ("self_attn.q_a_proj",),
         "mixer.q_a_norm": ("self_attn.q_a_layernorm",),
@@ -34,21 +52,23 @@ class DeepseekV2(Decoder):
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         hf = V2 | dict(hf)
-        return _read(hf, interleaved=True, mlp_bias=bool(hf.get("mlp_bias", False)))
+        experts = deepseek_experts(hf, corrected=False)
+        return _read(hf, experts, interleaved=True, mlp_bias=bool(hf.get("mlp_bias", False)))
 
     @classmethod
     def block(cls, config: DecoderConfig, layer: int, shard: Shard) -> Block:
-        return Block(config, LatentAttention(config, shard, cls.norm), GatedMLP(config, shard), cls.norm)
+        return Block(config, LatentAttention(config, shard, cls.norm), feed_forward(config, layer, shard), cls.norm)
 
 
 class DeepseekV3(DeepseekV2):
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         hf = V3 | dict(hf)
-        return _read(hf, interleaved=bool(hf.get("rope_interleave", True)))
+        experts = deepseek_experts(hf, corrected=True)
+        return _read(hf, experts, interleaved=bool(hf.get("rope_interleave", True)))
 
 
-def _read(hf: Mapping[str, Any], *, interleaved: bool, **own: Any) -> DecoderConfig:
+def _read(hf: Mapping[str, Any], experts: ExpertsConfig | None, *, interleaved: bool, **own: Any) -> DecoderConfig:
     latent = LatentConfig(
         rank=count(hf, "kv_lora_rank"),
         rope=count(hf, "qk_rope_head_dim"),
@@ -59,12 +79,10 @@ def _read(hf: Mapping[str, Any], *, interleaved: bool, **own: Any) -> DecoderCon
     )
     if latent.rope % 2:
         raise ConfigError(f"config.json: qk_rope_head_dim {latent.rope} is odd", "qk_rope_head_dim")
-    if count(hf, "first_k_dense_replace", least=0) < count(hf, "num_hidden_layers"):
-        raise ConfigError("config.json: first_k_dense_replace leaves layers with experts", "first_k_dense_replace")
     bias, dim = bool(hf.get("attention_bias", False)), latent.key + latent.rope
     # what checkpoints say of head_dim is that of the rotated part, and of K's heads nothing is kept
     whole = {**hf, "head_dim": dim + dim % 2, "num_key_value_heads": None}
-    config = read_decoder(whole, qkv_bias=bias, o_bias=bias, **own)
+    config = read_decoder(whole, qkv_bias=bias, o_bias=bias, experts=experts, **own)
     rope = read_rope(hf, latent.rope)
     return replace(config, head_dim=dim, latent=latent, rope=rope, scale=dim**-0.5 * _sharpened(rope))
 

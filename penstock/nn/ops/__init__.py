@@ -11,6 +11,7 @@ from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.choose import choose, choose_among, choose_candidates, choose_pays
+from penstock.nn.ops.experts import Stacked, combine_experts, expert_rows, group_experts, route
 from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
 from penstock.nn.ops.head_linear import head_linear
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
@@ -28,6 +29,7 @@ __all__ = [
     "OPS",
     "Draw",
     "Op",
+    "Stacked",
     "add_rms_norm",
     "all_reduce",
     "argmax",
@@ -37,7 +39,10 @@ __all__ = [
     "choose_among",
     "choose_candidates",
     "choose_pays",
+    "combine_experts",
+    "expert_rows",
     "gate_mul",
+    "group_experts",
     "gumbel_noise",
     "head_linear",
     "linear",
@@ -51,6 +56,7 @@ __all__ = [
     "quantised_rows",
     "rms_norm",
     "rotary",
+    "route",
     "row_key",
     "sample",
     "store_kv",
