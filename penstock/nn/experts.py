@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -96,11 +98,12 @@ class ExpertLinear(Linear):
         own_ins: range | None = None,
     ) -> None:
         own = tuple(shard.of(width) for width in outs)
+        self._shape = ins, tuple(outs), shard, own_ins
         self.count, self.slots, self.width = count, len(experts), sum(map(len, own))
         self._experts, self._each, self._stride = experts, len(outs), self.width
         every = [outs_of for i in range(count) for outs_of in (own if i in experts else (range(0),) * len(own))]
-        super().__init__(ins, tuple(outs) * count, own_ins=own_ins, own_outs=every)
         self._stacked: ops.Stacked | None = None
+        super().__init__(ins, tuple(outs) * count, own_ins=own_ins, own_outs=every)
 
     def hold(self, method: LinearMethod[Any, Any], form: Format[Any] = DENSE) -> None:
         cut = method.cut()
@@ -109,6 +112,7 @@ class ExpertLinear(Linear):
         weight: Weight = method.create(self.slots * self._stride, len(self.own_ins), dtype, device)
         del self.weight
         self.method, self.format, self.weight = method, form, weight
+        self._stacked = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -128,45 +132,223 @@ class ExpertLinear(Linear):
         self._stacked = None
         return self
 
+    def own(self, slot: int) -> Weight:
+        """That of the expert in a slot, in the same memory."""
+        return self._part(self.weight, slot)
+
+    def _part(self, weight: Weight, slot: int) -> Weight:
+        part: Weight = self.method.part(weight, slot * self._stride, self._stride)
+        return part
+
+    def alone(self, expert: int) -> ExpertLinear:
+        """The same for one expert, whose weight has no values yet; on the CPU."""
+        ins, outs, shard, own_ins = self._shape
+        one = ExpertLinear(ins, outs, self.count, range(expert, expert + 1), shard=shard, own_ins=own_ins)
+        one.to(self.weight.dtype).hold(self.method, self.format)
+        one.prepare()
+        return one
+
+    def spare(self, slots: int) -> list[Weight]:
+        """Weights for so many experts besides."""
+        size, like = slots * self._stride, self.weight
+        weight: Weight = self.method.create(size, len(self.own_ins), like.dtype, like.device)
+        self.method.prepare(weight)
+        return [self._part(weight, slot) for slot in range(slots)]
+
     @property
     def stacked(self) -> ops.Stacked:
         """As ops have it. The weight must not move afterwards."""
-        if self._stacked is None or self._stacked.apply != self.method.apply:
-            stride = self._stride
-            parts = [self.method.part(self.weight, slot * stride, stride) for slot in range(self.slots)]
-            self._stacked = ops.Stacked(parts, self.width, self.method.apply)
+        if self._stacked is None:
+            self.stack([self.own(slot) for slot in range(self.slots)])
+        assert self._stacked is not None
         return self._stacked
+
+    def stack(self, weights: list[Weight]) -> None:
+        """Have ops compute these experts, in these slots."""
+        self._stacked = ops.Stacked(weights, self.width, self.method.apply)
 
     def forward(self, x: Tensor) -> Tensor:
         raise AssertionError("experts are computed by ops.expert_rows")
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which experts each rank computes; an expert that several have is computed for some rows by each.
+
+    Attributes:
+        ranks: of each rank, experts by their numbers.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def even(cls, count: int, size: int) -> Placement:
+        """All at home."""
+        return cls(tuple(tuple(Shard(rank, size).share(count)) for rank in range(size)))
+
+
+class _Places:
+    """A placement as tensors. A slot is a number of all ranks': those of a rank follow one another.
+
+    Attributes:
+        slots: how many there are.
+        bounds: [ranks + 1], a list: where those of each rank begin.
+        table: [experts, most replicas] int64: slots.
+        replicas: [experts] int64; None where all have one.
+        rank_of: [slots] int64.
+    """
+
+    def __init__(self, placement: Placement, count: int) -> None:
+        self.bounds = [0, *accumulate(map(len, placement.ranks))]
+        self.slots = self.bounds[-1]
+        where: list[list[int]] = [[] for _ in range(count)]
+        for slot, expert in enumerate(chain.from_iterable(placement.ranks)):
+            where[expert].append(slot)
+        most = max(map(len, where))
+        self.table = torch.tensor([slots + slots[:1] * (most - len(slots)) for slots in where], device="cpu")
+        self.replicas = torch.tensor([len(slots) for slots in where], device="cpu") if most > 1 else None
+        ranks = [rank for rank, own in enumerate(placement.ranks) for _ in own]
+        self.rank_of = torch.tensor(ranks, dtype=torch.int64, device="cpu")
+
+    def slots_of(self, experts: Tensor) -> Tensor:
+        """[rows, top_k] -> the same shape; of replicas, rows take turns."""
+        table = self.table.to(experts.device)
+        if self.replicas is None:
+            return table[:, 0][experts]
+        turns = torch.arange(len(experts), device=experts.device)[:, None] % self.replicas.to(experts.device)[experts]
+        return table[experts, turns]
+
+
 class Experts(nn.Module):
-    """Gated MLPs, all of the same shape.
+    """Gated MLPs, all of the same shape: a part of each, or some of them whole.
+
+    Attributes:
+        counts: [experts] int64 on the CPU: rows that each has had since this was made.
+        placement: which rank computes which; None where each has a part of all.
 
     Args:
-        shard: of each expert's gates.
+        shard: of each expert's gates; or of the experts, where its `experts` says so.
     """
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         hidden, width, count = config.hidden_size, experts.width, experts.routing.count
-        self.shard, self.activation, self.count = shard, config.activation, count
-        self.gate_up_proj = ExpertLinear(hidden, (width, width), count, range(count), shard=shard)
-        self.down_proj = ExpertLinear(width, (hidden,), count, range(count), own_ins=shard.of(width))
+        self.activation, self.count, self.spread = config.activation, count, shard.experts
+        self.home = range(count) if self.spread is None else self.spread.share(count)
+        self.shard = shard if self.spread is None else WHOLE
+        self.gate_up_proj = ExpertLinear(hidden, (width, width), count, self.home, shard=self.shard)
+        self.down_proj = ExpertLinear(width, (hidden,), count, self.home, own_ins=self.shard.of(width))
         self.counts = torch.zeros(count, dtype=torch.int64, device="cpu")
+        self.placement = None if self.spread is None else Placement.even(count, self.spread.size)
+        self._places = None if self.placement is None else _Places(self.placement, count)
+        self._spare: list[tuple[Weight, Weight]] = []
+        self._brought: dict[int, int] = {}  # experts in spare memory: which of it
+        self._fresh: dict[int, int] = {}  # those of them that came since the last placement
+
+    def reserve(self, count: int) -> None:
+        """Memory for so many replicas besides the experts at home: of those that are computed, and of those that come.
+        What was brought is gone; everything must be placed at home."""
+        assert self._brought.keys().isdisjoint(self._here())
+        self._brought = {}
+        self._spare = list(zip(self.gate_up_proj.spare(count), self.down_proj.spare(count), strict=True))
+
+    def bring(self, expert: int, gate_up: Weight, down: Weight) -> None:
+        """Have the weights of an expert of another rank, for a placement that comes; beside steps, from any thread.
+
+        Raises ValueError where there is no room: that of what is placed now is used again after another placement.
+        """
+        if expert in self.home:
+            return
+        if expert in self._brought:
+            self._fresh[expert] = self._brought[expert]
+            return
+        kept = {self._brought[each] for each in self._here() if each in self._brought} | set(self._fresh.values())
+        at = next((i for i in range(len(self._spare)) if i not in kept), None)
+        if at is None:
+            raise ValueError(f"there is no room for expert {expert}: {len(self._spare)} replicas were reserved")
+        self._brought = {each: i for each, i in self._brought.items() if i != at}
+        for place, weight in zip(self._spare[at], (gate_up, down), strict=True):
+            for to, value in zip(_values(place), _values(weight), strict=True):
+                to.copy_(value)
+        self._brought[expert] = self._fresh[expert] = at
+
+    def place(self, placement: Placement) -> None:
+        """Compute by another placement from now on, on all ranks between the same two steps.
+
+        Raises ValueError, with nothing changed, where an expert is nowhere, or this rank has no weights of it.
+        """
+        assert self.spread is not None
+        if len(placement.ranks) != self.spread.size:
+            raise ValueError(f"a placement for {len(placement.ranks)} ranks, there are {self.spread.size}")
+        if missing := set(range(self.count)) - set(chain.from_iterable(placement.ranks)):
+            raise ValueError(f"expert {min(missing)} is placed nowhere")
+        own = placement.ranks[self.spread.rank]
+        if missing := set(own) - set(self.home) - self._brought.keys():
+            raise ValueError(f"expert {min(missing)} is neither at home here nor was it brought")
+        weights = [self._weights_of(expert) for expert in own]
+        self.gate_up_proj.stack([gate_up for gate_up, _ in weights])
+        self.down_proj.stack([down for _, down in weights])
+        self.placement, self._places, self._fresh = placement, _Places(placement, self.count), {}
+
+    def weights_of(self, expert: int) -> tuple[Weight, Weight]:
+        """Of an expert at home, as others take it."""
+        slot = expert - self.home.start
+        return self.gate_up_proj.own(slot), self.down_proj.own(slot)
+
+    def _weights_of(self, expert: int) -> tuple[Weight, Weight]:
+        return self.weights_of(expert) if expert in self.home else self._spare[self._brought[expert]]
+
+    def _here(self) -> tuple[int, ...]:
+        """Experts that this rank computes."""
+        assert self.placement is not None
+        assert self.spread is not None
+        return self.placement.ranks[self.spread.rank]
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """[rows, hidden] and [rows, top_k] experts and weights, by `ops.route` -> [rows, hidden].
 
-        What a row's experts make of it is rounded to x's dtype, and summed up in float32 in the order of experts: on
-        one rank a row's bits depend on nothing else.
+        What a row's experts make of it is rounded to x's dtype, and summed up in float32 in the order of experts. So a
+        row's bits depend on nothing else, and not on which rank an expert is at; where ranks have parts of each, what
+        these make is summed up in their order.
+
+        Raises RankFailed.
         """
+        if self._places is not None and self.spread is not None:
+            return self._spread(x, experts, weights, self._places, self.spread)
         pairs, bounds, places = ops.group_experts(experts, self.count)
-        made = ops.expert_rows(
-            x, pairs, bounds, experts.shape[1], self.gate_up_proj.stacked, self.down_proj.stacked, self.activation
-        )
+        self.counts += bounds.diff()
+        made = self._made(x, pairs, bounds, experts.shape[1])
         return self.shard.sum(ops.combine_experts(made, places, weights))
+
+    def _made(self, x: Tensor, pairs: Tensor, bounds: Tensor, top_k: int) -> Tensor:
+        gate_up, down = self.gate_up_proj.stacked, self.down_proj.stacked
+        return ops.expert_rows(x, pairs, bounds, top_k, gate_up, down, self.activation)
+
+    def _spread(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, shard: Shard) -> Tensor:
+        """All ranks have all rows. Each computes its experts' pairs, and has those of all others from these: a value of
+        `x` for each pair, as often as the busiest rank has more than the mean."""
+        self.counts += experts.flatten().bincount(minlength=self.count).cpu()
+        slots = at.slots_of(experts)
+        pairs, bounds, places = ops.group_experts(slots, at.slots)
+        begins = bounds[at.bounds]  # of each rank's pairs
+        first, last = begins[shard.rank : shard.rank + 2].tolist()
+        own = bounds[at.bounds[shard.rank] : at.bounds[shard.rank + 1] + 1] - first
+        made = self._made(x, pairs[first:last], own, experts.shape[1])
+        if shard.size == 1:
+            return ops.combine_experts(made, places, weights)
+        assert shard.ranks is not None
+        most = int(begins.diff().max())
+        padded = made.new_empty(most, made.shape[1])
+        padded[: len(made)] = made
+        every = shard.ranks.gather(padded).flatten(0, 1)
+        shift = torch.arange(shard.size) * most - begins[:-1]  # from a place among all pairs to one in these
+        return ops.combine_experts(every, places + shift[at.rank_of].to(slots.device)[slots], weights)
+
+
+def _values(weight: Weight) -> list[Tensor]:
+    """All that it is made of."""
+    parts = weight.parameters() if isinstance(weight, nn.Module) else (weight,)
+    return [part.detach() for part in parts]
 
 
 class MixtureOfExperts(nn.Module):

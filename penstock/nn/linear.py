@@ -24,14 +24,27 @@ class Shard:
 
     Attributes:
         ranks: that have one each, and sum up what they have computed; None where that is the caller's business.
+        experts: of mixtures of experts, where whole ones are spread over ranks (expert parallelism): which part of
+            these is here, and the ranks that exchange what theirs have made. None splits each expert as all else.
     """
 
     rank: int = 0
     size: int = 1
     ranks: Ranks | None = field(default=None, compare=False, repr=False)
+    experts: Shard | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
+
+    @property
+    def name(self) -> str:
+        """What weights of it are called."""
+        experts = "" if self.experts is None else f" experts {self.experts.name}"
+        return f"{self.rank} {self.size}{experts}"
+
+    def share(self, count: int) -> range:
+        """Its part of what cannot be cut, as even as it can be."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def of(self, width: int) -> range:
         """Its part of so many outputs, inputs or heads."""

@@ -47,10 +47,10 @@ from penstock.nn.image import Arena, Image, Peers
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods import method_for
-from penstock.nn.methods.base import LinearMethod
+from penstock.nn.methods.base import LinearMethod, Weight
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
-from penstock.nn.reading import changed, pieces
+from penstock.nn.reading import changed, mapped, pieces
 from penstock.nn.weight_cache import WeightCache
 
 log = logging.getLogger("penstock.loader")
@@ -123,7 +123,9 @@ def load(
             that does not fit into memory.
     """
     began = time.monotonic()
-    cls, config, headless, quantisation = read_architecture(directory, shard.size, model_len, quantization)
+    cls, config, headless, quantisation = read_architecture(
+        directory, shard.size, model_len, quantization, 0 if shard.experts is None else shard.experts.size
+    )
     if dtype is None:
         dtype = config.dtype or _stored_dtype(directory)
         if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
@@ -290,13 +292,18 @@ def held(model: Decoder) -> str:
 
 
 def read_architecture(
-    directory: Path, shards: int = 1, model_len: int | None = None, quantization: str | None = None
+    directory: Path,
+    shards: int = 1,
+    model_len: int | None = None,
+    quantization: str | None = None,
+    expert_ranks: int = 0,
 ) -> tuple[type[Decoder], DecoderConfig, bool, Quantisation]:
     """What the checkpoint's config.json says, once it is known that such a model can be served; no weight is read.
 
     Args:
         shards: over how many ranks the model is spread.
         model_len, quantization: as `load` has them.
+        expert_ranks: over how many whole experts are spread; 0 splits each of them as all else.
 
     Returns:
         The model's class, its configuration, whether no weights of an output head are there, as in an embedder, and how
@@ -326,25 +333,32 @@ def read_architecture(
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
     _check_layers(directory, config.num_layers)
-    _check_shards(config, shards)
+    _check_shards(config, shards, expert_ranks)
     most = rope.longest(config)
     if model_len is not None and not 2 <= model_len <= most:
         raise ConfigError(f"max-model-len: {model_len}, this checkpoint allows 2 to {most}", "max-model-len")
     return cls, config, headless, quantisation
 
 
-def _check_shards(config: DecoderConfig, size: int) -> None:
+def _check_shards(config: DecoderConfig, size: int, expert_ranks: int) -> None:
     def refuse(allowed: str) -> ConfigError:
         return ConfigError(f"tensor-parallel-size: {size}, allowed is {allowed}", "tensor-parallel-size")
 
     split = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     if (experts := config.experts) is not None:
-        split["moe_intermediate_size"] = experts.width
+        if len(experts.layers) == config.num_layers:
+            del split["intermediate_size"]
+        if not expert_ranks:
+            split["experts' intermediate size"] = experts.width
+        elif expert_ranks > (count := experts.routing.count):
+            raise ConfigError(
+                f"enable-expert-parallel: there are {count} experts for {expert_ranks} ranks", "enable-expert-parallel"
+            )
         if experts.shared:
-            split["width of shared experts"] = experts.shared
-    for name, count in split.items():
-        if count % size:
-            raise refuse(f"what divides the model's {name}, {count}")
+            split["shared experts' intermediate size"] = experts.shared
+    for name, width in split.items():
+        if width % size:
+            raise refuse(f"what divides the model's {name}, {width}")
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise refuse(f"a divisor or a multiple of the model's num_key_value_heads, {config.num_kv_heads}")
     if not Shard(size - 1, size).of_tokens(config.vocab_size):
@@ -413,7 +427,7 @@ def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE, form: s
         form: as of `held`.
     """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
-    digest.update(f"{dtype} {form} {shard.rank} {shard.size} with bounded logits".encode())
+    digest.update(f"{dtype} {form} {shard.name} with bounded logits".encode())
     digest.update(file_times(directory).encode())
     return digest.hexdigest()
 
@@ -437,7 +451,7 @@ def image_key(directory: Path, dtype: torch.dtype, form: str, shard: Shard = WHO
         form: as of `held`.
     """
     digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
-    digest.update(f"{dtype} {form} {shard.rank} {shard.size}".encode())
+    digest.update(f"{dtype} {form} {shard.name}".encode())
     return digest.hexdigest()
 
 
@@ -602,6 +616,35 @@ def fill(
     if shard.rank == 0:
         size, took = total / 2**30, max(time.monotonic() - began, 1e-6)
         log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", size, took, size / took, load_format)
+
+
+def load_expert(directory: Path, model: Decoder, layer: int, expert: int) -> tuple[Weight, Weight]:
+    """One expert's weights, as `Experts.bring` takes them: beside a model that computes, from any thread.
+
+    Raises ConfigError where the checkpoint cannot be read, or is not the model's any more.
+    """
+    path = f"model.layers.{layer}.feed_forward.experts"
+    found = {_full(tensor.name): tensor for tensor in stored(directory)}
+    weights = []
+    for name in ("gate_up_proj", "down_proj"):
+        linear = model.get_submodule(f"{path}.{name}")
+        assert isinstance(linear, ExpertLinear)
+        one = linear.alone(expert)
+        sources = _sources(model, f"{path}.{name}")
+        each = len(sources) // linear.count
+        wanted = {}
+        for i in range(expert * each, (expert + 1) * each):
+            for key, expected in one.tensors(i if len(sources) > 1 else None).items():
+                if expected.needed or f"{sources[i]}.{key}" in found:
+                    wanted[f"{sources[i]}.{key}"] = Place(one, key, i, expected)
+        if gone := wanted.keys() - found.keys():
+            raise ConfigError(f"{directory}: 1 weights are missing, the first is {min(gone)!r}", "model")
+        tensors = [found[source] for source, place in wanted.items() if place.expected.shape is not None]
+        for piece in mapped(sorted(tensors, key=lambda tensor: wanted[_full(tensor.name)].waits)):
+            wanted[_full(piece.stored.name)].load(piece.tensor, piece.first)
+        weights.append(one.own(0))
+    gate_up, down = weights
+    return gate_up, down
 
 
 def _untied(model: Decoder, arena: Arena | None) -> Linear:

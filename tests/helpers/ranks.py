@@ -26,11 +26,15 @@ from penstock.sched.local import Limits, Scheduler
 CPU = torch.device("cpu")
 
 
-def load_shards(folder: Path, size: int, dtype: torch.dtype | None = None) -> list[Decoder]:
+def load_shards(
+    folder: Path, size: int, dtype: torch.dtype | None = None, expert_parallel: bool = False
+) -> list[Decoder]:
     memory = mmap.mmap(-1, SharedMemoryRanks.bytes_for(size))
 
     def load(rank: int) -> Decoder:
-        return load_model(folder, CPU, dtype, shard=Shard(rank, size, SharedMemoryRanks(memory, rank, size)))
+        ranks = SharedMemoryRanks(memory, rank, size)
+        experts = Shard(rank, size, ranks) if expert_parallel else None
+        return load_model(folder, CPU, dtype, shard=Shard(rank, size, ranks, experts))
 
     default = torch.get_default_dtype()
     with ThreadPoolExecutor(size) as pool:

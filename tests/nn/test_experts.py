@@ -1,14 +1,23 @@
 """Experts against transformers' own blocks, and what a row's bits do not depend on."""
 
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.core.errors import ConfigError
 from penstock.nn import native, ops
 from penstock.nn.config import DecoderConfig, ExpertsConfig, RopeConfig, Routing, deepseek_experts
-from penstock.nn.experts import CORRECTION, MixtureOfExperts
+from penstock.nn.experts import CORRECTION, MixtureOfExperts, Placement
 from penstock.nn.formats import AT_LOAD
 from penstock.nn.linear import WHOLE, Linear, Shard
+from penstock.nn.loader import load_expert, load_model
 from penstock.nn.methods import method_for
+from penstock.nn.ranks import SharedMemoryRanks
+from tests.helpers.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, COUNT = 64, 36, 16
@@ -138,10 +147,7 @@ PLAIN = ExpertsConfig(routing=Routing(count=COUNT, top_k=3, renormalised=True), 
 @pytest.mark.parametrize("asked", [None, "int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_to_the_bit_in_any_company(dtype, asked):
-    config = ExpertsConfig(routing=PLAIN.routing, width=64, layers=PLAIN.layers)
-    made = block(config, dtype=dtype, asked=asked)
-    torch.manual_seed(1)
-    fill(made, torch.randn(COUNT, HIDDEN), torch.randn(COUNT, 128, HIDDEN) / 8, torch.randn(COUNT, HIDDEN, 64) / 8)
+    made = filled(WIDE, dtype=dtype, asked=asked)
     x = torch.randn(300, HIDDEN).to(dtype)
     whole = made(x)
     for rows in (1, 2, 7, 64):
@@ -152,3 +158,125 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(dtype, asked):
         assert torch.equal(made(x), whole)
     finally:
         native.set_threads(torch.get_num_threads())
+
+
+def filled(experts: ExpertsConfig, shard: Shard = WHOLE, dtype: torch.dtype = torch.float32, asked: str | None = None):
+    made = block(experts, shard, dtype, asked)
+    torch.manual_seed(1)
+    fill(made, torch.randn(COUNT, HIDDEN), torch.randn(COUNT, 128, HIDDEN) / 8, torch.randn(COUNT, HIDDEN, 64) / 8)
+    return made
+
+
+WIDE = ExpertsConfig(routing=PLAIN.routing, width=64, layers=PLAIN.layers)
+
+
+class Spread:
+    """A block whose experts are spread over ranks, which are threads."""
+
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32, asked: str | None = None) -> None:
+        memory = mmap.mmap(-1, SharedMemoryRanks.bytes_for(size))
+        self.blocks = []
+        for rank in range(size):
+            shard = Shard(experts=Shard(rank, size, SharedMemoryRanks(memory, rank, size)))
+            self.blocks.append(filled(WIDE, shard, dtype, asked))
+        self._pool = ThreadPoolExecutor(size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        def run(made: MixtureOfExperts) -> torch.Tensor:
+            with torch.inference_mode():
+                return made(x)
+
+        found = list(self._pool.map(run, self.blocks))
+        assert all(torch.equal(each, found[0]) for each in found[1:])
+        return found[0]
+
+    def bring(self, rank: int, expert: int) -> None:
+        """From its home."""
+        home = next(made.experts for made in self.blocks if expert in made.experts.home)
+        self.blocks[rank].experts.bring(expert, *home.weights_of(expert))
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize(("dtype", "asked"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_with_whole_experts_compute_what_one_does_to_the_bit(size, dtype, asked):
+    one, spread = filled(WIDE, dtype=dtype, asked=asked), Spread(size, dtype, asked)
+    held = [made.experts.gate_up_proj.weight_bytes for made in spread.blocks]
+    assert sum(held) == one.experts.gate_up_proj.weight_bytes
+    for rows in (1, 5, 400):
+        x = torch.randn(rows, HIDDEN).to(dtype)
+        with torch.inference_mode():
+            assert torch.equal(spread(x), one(x))
+    for made in spread.blocks:
+        assert torch.equal(made.experts.counts, one.experts.counts)
+    assert one.experts.counts.sum() == 406 * 3
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_placements_change_no_bit(data):
+    """One after the other, each brought while the one before is computed."""
+    size, room = 2, 2
+    one, spread = filled(WIDE), Spread(size)
+    for made in spread.blocks:
+        made.experts.reserve(2 * room)
+    for _ in range(6):
+        own = []
+        for made in spread.blocks:
+            away = [expert for expert in range(COUNT) if expert not in made.experts.home]
+            own.append(set(data.draw(st.lists(st.sampled_from(away), max_size=room, unique=True))))
+        x = torch.randn(data.draw(st.sampled_from([1, 9])), HIDDEN)
+        with torch.inference_mode():
+            expected = one(x)
+        assert torch.equal(spread(x), expected)
+        for rank, experts in enumerate(own):
+            for expert in experts:
+                spread.bring(rank, expert)
+        assert torch.equal(spread(x), expected)
+        # what others have besides, some do not compute at home
+        idle = {e for e in range(COUNT) if data.draw(st.booleans()) and any(e in experts for experts in own)}
+        homes = [set(made.experts.home) for made in spread.blocks]
+        ranks = [sorted((home - idle) | experts) for home, experts in zip(homes, own, strict=True)]
+        placement = Placement(tuple(tuple(data.draw(st.permutations(rank))) for rank in ranks))
+        for made in spread.blocks:
+            made.experts.place(placement)
+        assert torch.equal(spread(x), expected)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_placements_that_cannot_be_are_named():
+    spread = Spread(2)
+    experts = spread.blocks[0].experts
+    with pytest.raises(ValueError, match="no room for expert 9: 0 replicas were reserved"):
+        spread.bring(0, 9)
+    experts.reserve(1)
+    home = (tuple(range(8)), tuple(range(8, 16)))
+    with pytest.raises(ValueError, match="expert 9 is neither at home here nor was it brought"):
+        experts.place(Placement(((*home[0], 9), home[1])))
+    with pytest.raises(ValueError, match="expert 3 is placed nowhere"):
+        experts.place(Placement(((0, 1, 2, 4, 5, 6, 7), home[1])))
+    with pytest.raises(ValueError, match="a placement for 1 ranks, there are 2"):
+        experts.place(Placement((tuple(range(16)),)))
+    spread.bring(0, 9)
+    with pytest.raises(ValueError, match="no room for expert 10: 1 replicas were reserved"):
+        spread.bring(0, 10)
+    experts.place(Placement(((*home[0], 9), home[1])))
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("asked", [None, "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_one_expert_is_read_as_all_are(tmp_path, name, asked):
+    pytest.importorskip("transformers")
+    model = load_model(
+        write_checkpoint(tmp_path, name, intermediate_size=128, moe_intermediate_size=64), CPU, quantization=asked
+    )
+    experts = model.model.layers[1].feed_forward.experts
+    for expert in (0, 5):
+        for found, own in zip(load_expert(tmp_path, model, 1, expert), experts.weights_of(expert), strict=True):
+            assert all(map(torch.equal, found.parameters(), own.parameters()))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
+        load_expert(tmp_path, model, 1, 0)

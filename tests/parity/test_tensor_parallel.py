@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.nn import native
+from penstock.nn.experts import Experts
 from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
@@ -66,6 +67,19 @@ def test_any_number_of_ranks(tmp_path, name, size, changes):
     one, _ = answers(make_engine(load_model(tmp_path, CPU)), requests())
     several, _ = answers(make_parallel_engine(load_shards(tmp_path, size)), requests())
     assert several == one
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen3-moe", 4), ("qwen3-moe-mixed", 2), ("qwen2-moe", 2), ("mixtral", 4)])
+def test_ranks_with_whole_experts_say_what_one_says(tmp_path, name, size):
+    """Of 5 to 12 experts, where four ranks have not the same number of them."""
+    write_checkpoint(tmp_path, name)
+    one, _ = answers(make_engine(load_model(tmp_path, CPU)), requests()[:4])
+    shards = load_shards(tmp_path, size, expert_parallel=True)
+    several, _ = answers(make_parallel_engine(shards), requests()[:4])
+    assert several == one
+    counts = [[part.counts for part in shard.modules() if isinstance(part, Experts)] for shard in shards]
+    assert all(map(torch.equal, counts[0], counts[1]))
+    assert all(each.sum() > 0 for each in counts[0])
 
 
 @pytest.mark.parametrize("bounded", [False, True])
