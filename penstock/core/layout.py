@@ -141,8 +141,8 @@ class KVLayout:
     Attributes:
         model: digest of the checkpoint, whatever folder it lies in; see `root_key`.
         order: how a group lies in a block: "block" [layer][k|v][head][token][dim], "token"
-            [token][layer][k|v][head][dim], "digest" one 8-byte digest a token (modelled devices). A group's scales
-            follow its values in the same order.
+            [token][layer][k|v][head][dim], of latent vectors without k|v; "digest" one 8-byte digest a token (modelled
+            devices). A group's scales follow its values in the same order.
         dtype: that K and V are computed in: "bfloat16", "float16", "float32"; "uint64" for digests.
         groups: of layers; of those that a modelled device's digests stand for.
         block_bytes: bytes of one block, which is of one group; padded to whole 4 KiB pages.

@@ -3,7 +3,8 @@
     table        a sequence's blocks lie anywhere; kernels are given their ids
     contiguous   they lie behind consecutive slots of a virtual range; kernels are given the first
 
-Either way a layer's K and V are [slots, 2, kv_heads, BLOCK_TOKENS, dim] (nn/kv.py). The layout's order decides only
+Either way a layer's K and V are [slots, 2, kv_heads, BLOCK_TOKENS, dim] (nn/kv.py), latent vectors
+[slots, 1, 1, BLOCK_TOKENS, dim]. The layout's order decides only
 their strides: "block" keeps a head's tokens together, "token" keeps a token's layers and heads together, at a constant
 stride from token to token as far as blocks are consecutive.
 """
@@ -79,13 +80,15 @@ def as_layers(memory: Tensor, layout: KVLayout) -> KVLayers:
             end = group.heads_per_token * BLOCK_TOKENS * group.head_dim * values.itemsize
             scales = _as_heads(memory, layout, group, end, torch.float32, 1)[..., 0]
         for place, layer in enumerate(group.layers):
-            found[layer] = LayerKV(values[:, place], None if scales is None else scales[:, place], number)
+            found[layer] = LayerKV(
+                values[:, place], None if scales is None else scales[:, place], number, group.value_dim
+            )
     return KVLayers(found[i] for i in range(len(found)))
 
 
 def as_places(slots: Tensor, layout: KVLayout) -> Iterator[Tensor]:
     """[slots, bytes] -> all that is kept of each token, in place: for every group of layers its values, and its scales,
-    as whole numbers of their size, [slots, layers, 2, kv_heads, BLOCK_TOKENS, width]."""
+    as whole numbers of their size, [slots, layers, kinds, kv_heads, BLOCK_TOKENS, width]."""
     memory = slots.view(-1)
     for group in layout.groups:
         size = VALUE_BYTES[group.dtype]
@@ -96,10 +99,10 @@ def as_places(slots: Tensor, layout: KVLayout) -> Iterator[Tensor]:
 
 
 def _as_heads(memory: Tensor, layout: KVLayout, group: KVGroup, start: int, dtype: torch.dtype, width: int) -> Tensor:
-    """Of a group, [blocks, layers, 2, kv_heads, BLOCK_TOKENS, width], from the byte `start` of every block on."""
+    """Of a group, [blocks, layers, kinds, kv_heads, BLOCK_TOKENS, width], from the byte `start` of every block on."""
     elements = memory.view(dtype)
     per_block = layout.block_bytes // dtype.itemsize
-    sizes = (len(group.layers), 2, group.kv_heads, layout.block_tokens)
+    sizes = (len(group.layers), group.kinds, group.kv_heads, layout.block_tokens)
     strides, step = [0, 0, 0, 0], width
     for dimension in reversed(ORDERS[layout.order]):
         strides[dimension] = step

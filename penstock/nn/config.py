@@ -10,7 +10,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import count, number
-from penstock.core.layout import KVGroup, attention_groups
+from penstock.core.layout import KVGroup, attention_groups, latent_group
 
 THETA = (1.0, 1e15)
 POSITIVE, FROM_ZERO = (1e-6, 1e6), (0.0, 1e6)
@@ -44,6 +44,26 @@ class RopeConfig:
     theta: float
     dim: int
     options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention.
+
+    Attributes:
+        rank: values of a latent vector, of which K and V of every head are made.
+        rope: of the rotated key beside it, and of the rotated part of a query.
+        key, value: of a head's K without its rotated part, and of its V.
+        q_rank: of what queries are made of; None is the layer's input itself.
+        interleaved: whether pairs that are rotated together are neighbours.
+    """
+
+    rank: int
+    rope: int
+    key: int
+    value: int
+    q_rank: int | None = None
+    interleaved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +125,7 @@ class DecoderConfig:
         qk_norm: whether queries and keys are normed per head before the rotation.
         qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
         dtype: of the weights as config.json says, or None when it does not.
+        latent: of all layers' attention, where it is multi-head latent attention; then `head_dim` is that of a query.
         experts: where some layers have them; `intermediate_size` is that of the others.
     """
 
@@ -131,7 +152,13 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
+
+    @property
+    def attention_scale(self) -> float:
+        """Of scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -144,7 +171,9 @@ class DecoderConfig:
 
     def kv_groups(self, dtype: str, ranks: int = 1) -> tuple[KVGroup, ...]:
         """What its layers keep of every token, as values of a dtype, at each of so many ranks; where there are fewer
-        heads, several ranks have the same."""
+        heads, several ranks have the same, and latents are the same at all."""
+        if self.latent is not None:
+            return (latent_group(self.num_layers, self.latent.rank, self.latent.rope, dtype),)
         return attention_groups(self.windows, max(1, self.num_kv_heads // ranks), self.head_dim, dtype)
 
 

@@ -18,6 +18,7 @@ from penstock.nn import ops, triton
 from penstock.nn.batch import MOST_PADDED, Batch, Packed, padded_rows
 from penstock.nn.experts import MixtureOfExperts
 from penstock.nn.kv import KVLayers
+from penstock.nn.latent import LatentAttention
 from penstock.nn.models.decoder import Decoder
 
 KERNELS = ("rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul", "attention")  # which read what a graph's tensor says
@@ -29,6 +30,8 @@ def obstacle(model: Decoder) -> str | None:
         return f"there are no such graphs on {model.device.type}"
     if (reason := triton.missing()) is not None:
         return reason
+    if any(isinstance(part, LatentAttention) for part in model.modules()):
+        return "latent attention is computed op by op"
     if any(isinstance(part, MixtureOfExperts) for part in model.modules()):
         return "rows are given to experts by the host"
     if model.shard.ranks is not None:

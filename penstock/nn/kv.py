@@ -1,4 +1,7 @@
-"""A layer's K and V as ops see them: in a cache's blocks, stored as they are or in 8 bits with scales."""
+"""A layer's K and V as ops see them: in a cache's blocks, stored as they are or in 8 bits with scales.
+
+Those of multi-head latent attention are one vector a token, which all heads share: K is all of it, and V its beginning.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ class LayerKV:
     """One layer of a cache.
 
     Attributes:
-        values: [blocks, 2, kv_heads, BLOCK_TOKENS, dim], K at 0 and V at 1.
-        scales: [blocks, 2, kv_heads, BLOCK_TOKENS] float32, with which values are multiplied: one for each token and
-            head; None where values are what they are.
+        values: [blocks, 2, kv_heads, BLOCK_TOKENS, dim], K at 0 and V at 1; of latent vectors
+            [blocks, 1, 1, BLOCK_TOKENS, dim].
+        scales: [blocks, 2 or 1, kv_heads, BLOCK_TOKENS] float32, with which values are multiplied: one for each token
+            and head; None where values are what they are.
         group: which of a sequence's blocks are this layer's: those of its group of layers.
+        latent: how many of a vector's values, from the first on, are V; 0 where V is stored beside K.
     """
 
     values: Tensor
     scales: Tensor | None = None
     group: int = 0
+    latent: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -35,9 +41,13 @@ class LayerKV:
         return self.values.shape[4]
 
     @property
+    def value_dim(self) -> int:
+        return self.latent or self.dim
+
+    @property
     def bytes_per_token(self) -> int:
         scale = 0 if self.scales is None else self.scales.itemsize
-        return 2 * self.kv_heads * (self.dim * self.values.itemsize + scale)
+        return self.values.shape[1] * self.kv_heads * (self.dim * self.values.itemsize + scale)
 
     def put(self, kind: int, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
         """Store rows, [rows, kv_heads, dim], of K (0) or V (1) at places, [rows] each."""
@@ -46,12 +56,16 @@ class LayerKV:
             self.scales[blocks, kind, :, offsets] = scales
         _plain(self.values)[blocks, kind, :, offsets] = _plain(rows)
 
+    def parts(self, found: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of what was read, [2 or 1, ..., dim]."""
+        return (found[0], found[0][..., : self.latent]) if self.latent else (found[0], found[1])
+
     def of_blocks(self, blocks: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """What whole blocks hold: [*blocks, 2, kv_heads, BLOCK_TOKENS, dim]."""
+        """What whole blocks hold: [*blocks, kinds, kv_heads, BLOCK_TOKENS, dim]."""
         return self._read((blocks,), dtype)
 
     def of_tokens(self, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """What single places hold: [*blocks, 2, kv_heads, dim]."""
+        """What single places hold: [*blocks, kinds, kv_heads, dim]."""
         return self._read((blocks, slice(None), slice(None), offsets), dtype)
 
     def _read(self, where: tuple[Tensor | slice, ...], dtype: torch.dtype) -> Tensor:

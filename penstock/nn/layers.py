@@ -66,6 +66,15 @@ class FeedForward(Protocol):
         """[rows, hidden], normed -> what to add to the residual stream, the same shape."""
 
 
+def attend(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+    """[rows, heads, dim], rotated, over what the cache has -> [rows, heads, value dim]."""
+    heads = ops.attention(q, cache, batch, scale, window)
+    for span in batch.branches:
+        rows = slice(span.row, span.row + span.rows)
+        heads[rows] = ops.branch_attention(q[rows], cache, span, scale, window, batch.scratch)
+    return heads
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, optionally with per-head norms of Q and K.
 
@@ -87,7 +96,7 @@ class Attention(nn.Module):
         if config.num_kv_heads < shard.size:
             of_kv = Shard(shard.rank * config.num_kv_heads // shard.size, config.num_kv_heads)
         self.heads = len(shard.of(config.num_heads))
-        self.scale = dim**-0.5 if config.scale is None else config.scale
+        self.scale = config.attention_scale
         self.eps = config.norm_eps
         self.window = config.windows[layer]
         self.rotation = config.rope_of(layer)
@@ -102,12 +111,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, cache, batch).flatten(1))
 
     def attend(self, q: Tensor, cache: LayerKV, batch: Batch) -> Tensor:
-        """[rows, heads, dim], rotated, over what the cache has -> the same shape."""
-        heads = ops.attention(q, cache, batch, self.scale, self.window)
-        for span in batch.branches:
-            rows = slice(span.row, span.row + span.rows)
-            heads[rows] = ops.branch_attention(q[rows], cache, span, self.scale, self.window, batch.scratch)
-        return heads
+        return attend(q, cache, batch, self.scale, self.window)
 
 
 class GatedMLP(nn.Module):

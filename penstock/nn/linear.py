@@ -80,10 +80,12 @@ class Linear(nn.Module):
         has_bias: whether the checkpoint has one.
         format: how a checkpoint has the weight.
         method: how it is held.
+        by_rows: whether it takes some of a checkpoint's rows before all are read, where the format can.
         weight: [own outs, own ins], that of one projection after the other.
         exact: whether it is left as it is where a plain checkpoint is quantised.
     """
 
+    by_rows = True
     exact = False
 
     def __init__(
@@ -140,7 +142,7 @@ class Linear(nn.Module):
                 if self.bias is not None:
                     self.bias[place : place + len(outs)] = tensor[outs.start - first : outs.stop - first]
             return
-        if name != self.format.main or not self.format.by_rows:
+        if name != self.format.main or not (self.by_rows and self.format.by_rows):
             waiting = self._waiting.setdefault(part, {})
             tensor, whole = _gathered(waiting, name, tensor, first, self.tensors(part)[name].shape or ())
             if name != self.format.main or not whole:

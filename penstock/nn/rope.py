@@ -119,15 +119,19 @@ def _yarn(rope: RopeConfig, base: Tensor, positions: int) -> Frequencies:
     return base / factor * ramp + base * (1 - ramp), _yarn_attention(factor, options)
 
 
-def _yarn_attention(factor: float, options: Mapping[str, Any]) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def magnitude(factor: float, weight: float) -> float:
+    """YaRN's, of queries and keys that are stretched by a factor."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+
+def _yarn_attention(factor: float, options: Mapping[str, Any]) -> float:
     given = options.get("attention_factor")
     if given is not None:
         return float(given)
     mscale, all_dim = options.get("mscale"), options.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
+    if mscale and all_dim:
+        return magnitude(factor, mscale) / magnitude(factor, all_dim)
+    return magnitude(factor, 1.0)
 
 
 def _longrope(rope: RopeConfig, base: Tensor, positions: int) -> Frequencies:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.layout import KVLayout, attention_groups, bytes_per_token
+from penstock.core.layout import KVLayout, attention_groups, bytes_per_token, latent_group
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import as_layers
@@ -21,6 +21,7 @@ from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.config import Routing
 from penstock.nn.experts import ExpertLinear
+from penstock.nn.head_weight import HeadWeight
 from penstock.nn.kv import LARGEST, LayerKV, quantised
 from penstock.nn.methods import PACKED, PLAIN, method_for
 from penstock.nn.native.isa import sets_here
@@ -56,6 +57,7 @@ BY_SET = [pytest.param(isa, *case, marks=marks) for case in EXACT for isa, marks
 
 BLOCKS = 150
 HEADS = [(1, 1, 8), (2, 3, 16), (4, 2, 24), (2, 8, 80), (1, 2, 128)]  # of K and V, queries for each, and their size
+LATENT = {8: 6, 24: 16, 80: 40, 128: 112}  # size -> how many values of a latent vector are V
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,10 +80,15 @@ def batch_of(lengths: list[tuple[int, int]], device: str, consecutive: bool) -> 
     return Batch(steps, torch.device(device))
 
 
-def cache_of(order: str, kv_heads: int, dim: int, padding: int, device: str, stored: torch.dtype) -> LayerKV:
-    """The second of three layers, filled with noise; `padding` elements lie between blocks."""
+def cache_of(
+    order: str, kv_heads: int, dim: int, padding: int, device: str, stored: torch.dtype, latent: int = 0
+) -> LayerKV:
+    """The second of three layers, filled with noise; `padding` elements lie between blocks. With `latent`, of vectors
+    of which so many values are V."""
     dtype = str(stored).removeprefix("torch.")
     groups = attention_groups((None,) * 3, kv_heads, dim, dtype)
+    if latent:
+        groups = (latent_group(3, latent, dim - latent, dtype),)
     size = bytes_per_token(groups) * BLOCK_TOKENS + padding * stored.itemsize
     layout = KVLayout(model="", order=order, dtype=dtype, groups=groups, block_bytes=size)
     cache = as_layers(torch.zeros(BLOCKS * size, dtype=torch.uint8, device=device), layout)[1]
@@ -103,7 +110,7 @@ def using(name: str, backend: str, device: str):
 
 def clone(x):
     if isinstance(x, LayerKV):
-        return LayerKV(x.values.clone(), None if x.scales is None else x.scales.clone())
+        return replace(x, values=x.values.clone(), scales=None if x.scales is None else x.scales.clone())
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
@@ -298,8 +305,16 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     if name == "add_rms_norm":
         return (rand(rows, width), rand(rows, width), weight_of(width), 1e-6), []
     if name == "rotary":
-        half = data.draw(st.integers(1, width // 2))
-        return (rand(rows, 3, width), rand(rows, half), rand(rows, half)), []
+        half, out = data.draw(st.integers(1, width // 2)), None
+        if data.draw(st.booleans()):
+            out = rand(rows, 3, width + 5)[..., 2 : width + 2]
+        return (rand(rows, 3, width), rand(rows, half), rand(rows, half), data.draw(st.booleans()), out), []
+    if name == "head_linear":
+        heads, outs, ins = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([1, 16, 70])), width // 2
+        weight = HeadWeight(heads, outs, ins, dtype, device, device == "cpu" and native.missing() is None)
+        weight.prepare()
+        weight.put(rand(heads, outs, ins))
+        return (rand(rows, heads, width)[..., 1 : ins + 1], weight, rand(rows, heads, outs + 3)[..., 2 : outs + 2]), [2]
     if name == "gate_mul":
         return (3 * rand(rows, width), data.draw(st.sampled_from(ops.ACTIVATIONS))), []
     if name == "mask_logits":
@@ -317,18 +332,28 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         prompt, beams, before = (data.draw(st.integers(*range_)) for range_ in ((1, 700), (1, 9), (0, 150)))
         kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
         order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
-        cache = cache_of(order, kv_heads, dim, padding, device, data.draw(st.sampled_from(STORED)) or dtype)
+        latent = data.draw(st.sampled_from([0, LATENT.get(dim, 0)])) if kv_heads == 1 else 0
+        cache = cache_of(order, kv_heads, dim, padding, device, data.draw(st.sampled_from(STORED)) or dtype, latent)
         batch = branches_of(prompt, beams, before, device, data.draw(st.booleans()))
         window = data.draw(st.sampled_from([None, 1, 100]))
         q = rand(beams, kv_heads * group, dim)
         return (q, cache, batch.branches[0], dim**-0.5, window, batch.scratch), []
+    return paged(name, data, device, dtype, rand)
+
+
+def paged(name: str, data, device: str, dtype: torch.dtype, rand):
+    """The same for ops on a cache."""
     lengths = data.draw(
         st.lists(st.tuples(st.integers(0, 700), st.sampled_from([1, 1, 2, 65, 600])), min_size=1, max_size=5)
     )
     batch = batch_of(lengths, device, consecutive=data.draw(st.booleans()))
     kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
+    latent = 0
+    if name in ("store_kv", "attention") and data.draw(st.booleans()):
+        dim, latent = data.draw(st.sampled_from(list(LATENT.items())))
+        kv_heads, group = 1, data.draw(st.sampled_from([1, 3, 16]))
     order, padding = data.draw(st.sampled_from(["block", "token"])), data.draw(st.sampled_from([0, 0, 36]))
-    cache = cache_of(order, kv_heads, dim, padding, device, data.draw(st.sampled_from(STORED)) or dtype)
+    cache = cache_of(order, kv_heads, dim, padding, device, data.draw(st.sampled_from(STORED)) or dtype, latent)
     total = sum(n for _, n in lengths)
     if name == "qkv_to_cache":
         wide = data.draw(st.sampled_from([dtype, torch.float32]))
@@ -337,9 +362,9 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         rotation = rand(total, half), rand(total, half)
         return (rand(total, kv_heads * (group + 2) * dim), norms, 1e-6, rotation, cache, batch), [4]
     if name == "store_kv":
-        return (rand(total, kv_heads, dim), rand(total, kv_heads, dim), cache, batch), [2]
+        return (rand(total, kv_heads, dim), None if latent else rand(total, kv_heads, dim), cache, batch), [2]
     if name == "attention":
-        window = data.draw(st.sampled_from([None, 1, 100]))
+        window = None if latent else data.draw(st.sampled_from([None, 1, 100]))
         return (rand(total, kv_heads * group, dim), cache, batch, scale_of(data, dim), window), []
     raise AssertionError(f"say here how to call {name}")
 
@@ -397,17 +422,21 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("device", [device for name, _, device in EXACT if name == "attention"])
 @pytest.mark.parametrize("order", ["block", "token"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 100, "latent"])
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=marks) for isa, marks in SETS], indirect=True)
 @settings(max_examples=6)
 @given(data=st.data(), stored=st.sampled_from([None, torch.int8]))
 def test_attention_is_the_same_to_the_bit_however_rows_are_cut(order, dtype, window, device, data, stored):
     """One sequence over two splits of the kernel: whole, in chunks, row by row, beside others, on one thread."""
     kv_heads, group, dim = data.draw(st.sampled_from(HEADS))
+    latent = 0
+    if window == "latent":
+        window, kv_heads, group = None, 1, data.draw(st.sampled_from([2, 16]))
+        dim, latent = data.draw(st.sampled_from(list(LATENT.items())))
     length = data.draw(st.sampled_from([70, 1000, 1100, 2100]))
     torch.manual_seed(0)
     q, scale = torch.randn(length, kv_heads * group, dim).to(device, dtype), scale_of(data, dim)
-    cache = cache_of(order, kv_heads, dim, 0, device, stored or dtype)
+    cache = cache_of(order, kv_heads, dim, 0, device, stored or dtype, latent)
     (span,) = batch_of([(0, length)], device, consecutive=False).spans
 
     def compute(start: int, rows: int, others=()):

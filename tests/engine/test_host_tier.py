@@ -33,7 +33,7 @@ def device(request):
     return torch.device(request.param)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3", "mistral-window"])
+@pytest.fixture(scope="module", params=["qwen3", "gemma3", "mistral-window", "deepseek-v3"])
 def any_model(request, device, tmp_path_factory):
     return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), request.param), device)
 

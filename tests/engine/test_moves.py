@@ -222,9 +222,10 @@ def test_whatever_moves_twice_has_the_same_tokens(kind, tmp_path, expected):
 
 
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
-def test_what_has_left_windows_moves_too(kind, tmp_path, monkeypatch):
-    """Of a model of which some layers see 100 tokens, and some everything."""
-    model = write_checkpoint(tmp_path / "model", "gemma3")
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])
+def test_whatever_is_kept_of_a_token_moves_too(name, kind, tmp_path, monkeypatch):
+    """Of a model of which some layers see 100 tokens, and some everything; and latent vectors."""
+    model = write_checkpoint(tmp_path / "model", name)
     mixed = replace(options(), model=str(model), kv_cache_memory=24 << 20)
     plain = [request for request in requests(15) if request.params.structured_outputs is None]
     monkeypatch.setitem(globals(), "options", lambda: mixed)

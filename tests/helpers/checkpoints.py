@@ -35,6 +35,18 @@ SCALED = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 18,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 22,
+}
+DENSE = {"first_k_dense_replace": 3}
+ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 36}
+GROUPED = {**ROUTED, "n_group": 4, "topk_group": 2}
+SHARP = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "beta_fast": 32, "beta_slow": 1}
 EXPERTS = {"num_experts_per_tok": 3}
 NARROW = {"moe_intermediate_size": 36}
 
@@ -48,6 +60,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
     "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
+    "deepseek-v2": ("deepseek_v2", {**LATENT, **ROUTED, "q_lora_rank": None}),
+    "deepseek-v2-yarn": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": SHARP, "attention_bias": True}),
+    "deepseek-v2-groups": ("deepseek_v2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": ("deepseek_v3", {**LATENT, **GROUPED, "routed_scaling_factor": 2.5}),
+    "deepseek-v3-yarn": ("deepseek_v3", {**LATENT, **DENSE, "rope_parameters": SHARP, "attention_bias": True}),
+    "deepseek-v3-halves": ("deepseek_v3", {**LATENT, **DENSE, "rope_interleave": False, "q_lora_rank": None}),
     "gemma": ("gemma", {"head_dim": 24}),
     "gemma3": ("gemma3_text", {**GEMMA3, **MIXED}),
     "gemma3-scaled": ("gemma3_text", {**GEMMA3, **MIXED, "rope_parameters": SCALED, "attention_bias": True}),

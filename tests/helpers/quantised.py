@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.nn.quantised import Codes, Pieces
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+PROJECTIONS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def random_pieces(outs: int, ins: int, codes: Codes) -> Pieces:

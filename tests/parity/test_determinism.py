@@ -75,7 +75,12 @@ MODES, ORDERS, AHEAD, KV = ("contiguous", "table"), ("block", "token"), ("ahead"
 ON_KERNELS = (MODES, ORDERS, ("short",), AHEAD, ("auto", "partial", "eager"), KV)
 ON_TORCH = (MODES, ORDERS, ("short", "long"), AHEAD, ("auto",), KV)
 BFLOAT16 = [f"{name}:bfloat16" for name in ELSEWHERE]
-EVERYWHERE = [((*ELSEWHERE, *BFLOAT16), ON_KERNELS), ([f"{name}:torch" for name in ELSEWHERE], ON_TORCH)]
+LATENT = ("deepseek-v3", "deepseek-v3:bfloat16")
+EVERYWHERE = [
+    ((*ELSEWHERE, *BFLOAT16), ON_KERNELS),
+    ([f"{name}:torch" for name in ELSEWHERE], ON_TORCH),
+    (LATENT, (MODES, ORDERS, ("short",), AHEAD, ("auto",), KV)),
+]
 
 
 def cases():

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from penstock.nn.bounded_logits import BoundedLogits, Take
+from penstock.nn.head_weight import LatentWeight
 from penstock.nn.packed import PackedWeight
 from penstock.nn.packed_quantised import PackedQuantisedWeight
 from penstock.nn.quantised import Pieces, QuantisedWeight
 
-Weight = torch.nn.Parameter | PackedWeight | QuantisedWeight | PackedQuantisedWeight  # [outs, ins]
+Weight = torch.nn.Parameter | PackedWeight | QuantisedWeight | PackedQuantisedWeight | LatentWeight  # [outs, ins]
 W = TypeVar("W", bound=Weight)
-R = TypeVar("R", Tensor, Pieces)
+R = TypeVar("R", Tensor, Pieces, Tensor | Pieces)
 
 
 class LinearMethod(ABC, Generic[W, R]):

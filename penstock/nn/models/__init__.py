@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.models.deepseek import DeepseekV2, DeepseekV3
 from penstock.nn.models.gemma import Gemma
 from penstock.nn.models.gemma3 import Gemma3
 from penstock.nn.models.llama import Llama
@@ -20,6 +21,8 @@ from penstock.nn.models.qwen3_moe import Qwen3MoE
 from penstock.nn.models.seed_oss import SeedOss
 
 MODELS: dict[str, type[Decoder]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2,
+    "DeepseekV3ForCausalLM": DeepseekV3,
     "Gemma3ForCausalLM": Gemma3,
     "GemmaForCausalLM": Gemma,
     "LlamaForCausalLM": Llama,

@@ -145,7 +145,7 @@ class Cache(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block", "kind", "head", "token")),
         ("scales", ctypes.c_void_p),
         *((f"scale_{name}", ctypes.c_int64) for name in ("block", "kind", "head", "token")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "is_bf16", "group")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "dim", "value_dim", "is_bf16", "group")),
     )
 
 
@@ -154,8 +154,10 @@ def of_layer(cache: LayerKV, dtype: torch.dtype) -> Cache:
     *strides, element = cache.values.stride()
     assert element == 1, cache.values.stride()
     assert cache.values.dtype == (dtype if cache.scales is None else torch.int8), cache.values.dtype
-    scales = (None, 0, 0, 0, 0) if cache.scales is None else (cache.scales.data_ptr(), *cache.scales.stride())
-    shape = cache.kv_heads, cache.dim, dtype == torch.bfloat16
+    scales = [None, 0, 0, 0, 0] if cache.scales is None else [cache.scales.data_ptr(), *cache.scales.stride()]
+    if cache.latent:
+        strides[1] = scales[2] = 0  # V is where K is
+    shape = cache.kv_heads, cache.dim, cache.value_dim, dtype == torch.bfloat16
     return Cache(cache.values.data_ptr(), *strides, *scales, *shape, cache.group)
 
 

@@ -18,6 +18,8 @@ namespace {
 
 constexpr int SPLIT_BLOCKS = 16;  // positions are summed up in pieces of so many blocks, then the pieces are
 constexpr int TILE = 256;         // queries (row and head) for which a block of K and V is packed once
+constexpr int SHARING = 1024;     // the same where all heads share K and V: those of a few rows of many heads
+constexpr int64_t APART = 8 << 20;  // floats of sums up to which threads share a long context for many queries
 constexpr int FEW = 4;            // queries for which threads share a long context
 constexpr int MOST = 6;           // queries whose sums are in registers together
 constexpr int64_t PACKING = 6;    // queries that reading and packing a block costs as much as
@@ -139,7 +141,7 @@ inline f32x16 units_at(const E* from, int64_t units) {
 template <class E>
 struct Source {
     const E *keys, *values;
-    int64_t stride, dim;  // from token to token; of a head
+    int64_t stride, dim, value_dim;  // from token to token; of a head's K and V
     int count;            // tokens that are there
     int64_t next;         // from here to the block that will be visited next, 0 where there is none
 
@@ -166,10 +168,10 @@ struct Source {
     PENSTOCK_INLINE void values_at(int64_t token, int64_t d, f32x16 (&columns)[N]) const {
         const E* row = values + token * stride + d;
         if constexpr (UnitOf<E>::EACH == 2) {
-            interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, dim - d, columns);
+            interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, value_dim - d, columns);
         } else {
             for (int n = 0; n < N; n++) {
-                int64_t there = token < count ? dim - d - 16 * n : 0;
+                int64_t there = token < count ? value_dim - d - 16 * n : 0;
                 columns[n] = there >= 16  ? load(row + 16 * n)
                              : there <= 0 ? f32x16{}
                                           : load(row + 16 * n, static_cast<int>(there));
@@ -405,7 +407,7 @@ struct Call {
     int64_t q_stride;
     E* out;
     float scale;  // with log2(e), since weights are powers of 2
-    int64_t window, group, width;
+    int64_t window, group, q_width, width;  // of a query and of sums, filled up to whole vectors
 };
 
 // What a thread computes at once: some heads' splits [from, to) of a tile, which is some rows of a sequence. Where
@@ -435,7 +437,7 @@ class Tile {
           queries_(item.rows * call.group),
           packed_(scratch, cache_.dim, call.width),
           wide_(scratch + Packed<C>::floats(cache_.dim, call.width)),
-          q_scales_(wide_ + (WIDENED<C> ? item.heads * queries_ * call.width : 0)) {
+          q_scales_(wide_ + (WIDENED<C> ? item.heads * queries_ * call.q_width : 0)) {
         if constexpr (SCALED<C>) {
             for (int64_t h = 0; h < item.heads; h++)
                 for (int64_t i = 0; i < queries_; i++) q_scales_[h * queries_ + i] = put_query(query(h, i), wide(h, i));
@@ -447,8 +449,9 @@ class Tile {
     }
 
     // Of working memory.
-    static int64_t floats(int64_t dim, int64_t width, int64_t queries, int64_t heads) {
-        return Packed<C>::floats(dim, width) + heads * queries * ((WIDENED<C> ? width : 0) + (SCALED<C> ? 1 : 0));
+    static int64_t floats(const Call<E>& call, int64_t queries, int64_t heads) {
+        return Packed<C>::floats(call.cache.dim, call.width) +
+               heads * queries * ((WIDENED<C> ? call.q_width : 0) + (SCALED<C> ? 1 : 0));
     }
 
     int64_t sums_size() const { return Sums::floats(queries_, call_.width); }
@@ -469,17 +472,17 @@ class Tile {
     Sums at(float* sums, int64_t head) const { return Sums(sums + head * sums_size(), queries_); }
 
     void write(float* total) const {
-        const int64_t out_stride = call_.batch.heads * cache_.dim;
+        const int64_t dim = cache_.value_dim, out_stride = call_.batch.heads * dim;
         for (int64_t h = 0; h < item_.heads; h++) {
             const Sums sums = at(total, h);
             for (int64_t i = 0; i < queries_; i++) {
                 const f32x16 share = splat(1.0f / sum_lanes(load(sums.weight + 16 * i)));
                 E* to = call_.out + (span_.row + item_.row + i / call_.group) * out_stride +
-                        ((item_.head + h) * call_.group + i % call_.group) * cache_.dim;
+                        ((item_.head + h) * call_.group + i % call_.group) * dim;
                 const float* from = sums.value + i * call_.width;
                 int64_t d = 0;
-                for (; d + 16 <= cache_.dim; d += 16) store(to + d, load(from + d) * share);
-                if (d < cache_.dim) store(to + d, load(from + d) * share, static_cast<int>(cache_.dim - d));
+                for (; d + 16 <= dim; d += 16) store(to + d, load(from + d) * share);
+                if (d < dim) store(to + d, load(from + d) * share, static_cast<int>(dim - d));
             }
         }
     }
@@ -490,7 +493,7 @@ class Tile {
                ((item_.head + h) * call_.group + i % call_.group) * cache_.dim;
     }
 
-    float* wide(int64_t h, int64_t i) const { return wide_ + (h * queries_ + i) * call_.width; }
+    float* wide(int64_t h, int64_t i) const { return wide_ + (h * queries_ + i) * call_.q_width; }
 
     // A query as units. Returns what a product with it is to be multiplied by, which is no number where the query is none.
     float put_query(const E* from, float* to) const {
@@ -538,8 +541,8 @@ class Tile {
             for (int64_t h = 0; h < item_.heads; h++) {
                 const C* here = keys(h, block);
                 const C* next = h + 1 < item_.heads ? keys(h + 1, block) : block + 1 < end ? keys(0, block + 1) : here;
-                const Source<C> source{here,       here + cache_.kind,     cache_.token,
-                                       cache_.dim, static_cast<int>(left), next - here};
+                const Source<C> source{here,       here + cache_.kind, cache_.token,           cache_.dim,
+                                       cache_.value_dim, static_cast<int>(left), next - here};
                 if constexpr (SCALED<C>) take_scales(h, block, left);
                 visit(h, block, source, at(sums, h));
             }
@@ -714,12 +717,33 @@ struct Work {
     int64_t cost = 0, floats = 0;  // all items'; of the sums that shared tiles leave
 };
 
+int64_t most_rows_of(int64_t group, bool latent) { return std::max<int64_t>(1, (latent ? SHARING : TILE) / group); }
+
+// Whether so many queries that share K and V leave their sums of each split, so that no block is read twice.
+bool is_apart(int64_t splits, int64_t queries, int64_t width) { return splits * Sums::floats(queries, width) <= APART; }
+
+// In how many parts heads that share K and V are computed: in one, which reads each block once, unless threads had nothing
+// to do then.
+int64_t parts_of(const AttentionBatch& batch, int64_t width) {
+    const int64_t most_rows = most_rows_of(batch.heads, true);
+    int64_t tiles = 0, parts = 1;
+    for (int64_t s = 0; s < batch.count; s++) {
+        const Span& span = batch.spans[s];
+        const int64_t splits = ceil_div(span.start + span.rows, BLOCK_TOKENS * SPLIT_BLOCKS);
+        const bool apart = is_apart(splits, std::min(span.rows, most_rows) * batch.heads, width);
+        tiles += ceil_div(span.rows, most_rows) * (apart ? splits : 1);
+    }
+    while (tiles * parts < threads() && batch.heads % (2 * parts) == 0) parts *= 2;
+    return parts;
+}
+
 // Who computes what does not change what is computed, so it may depend on the number of threads.
-void plan(const AttentionBatch& batch, int64_t kv_heads, int64_t window, int64_t group, int64_t width, Work& work) {
+void plan(const AttentionBatch& batch, int64_t kv_heads, int64_t window, int64_t group, int64_t width, bool latent,
+          Work& work) {
     work.items.clear();
     work.shared.clear();
     work.cost = work.floats = 0;
-    const int64_t most_rows = std::max<int64_t>(1, TILE / group);
+    const int64_t most_rows = most_rows_of(group, latent);
     // heads that follow one another are neighbours in the cache: few rows read them together if there is enough to share
     const int64_t together = std::clamp<int64_t>(batch.count * kv_heads / (4 * threads()), 1, kv_heads);
     for (int64_t s = 0; s < batch.count; s++) {
@@ -729,7 +753,8 @@ void plan(const AttentionBatch& batch, int64_t kv_heads, int64_t window, int64_t
             const int64_t to = ceil_div(first + rows, BLOCK_TOKENS);
             const int64_t from = window ? std::max<int64_t>(0, first - window + 1) / BLOCK_TOKENS : 0;
             const int64_t split_from = from / SPLIT_BLOCKS, splits = ceil_div(to, SPLIT_BLOCKS) - split_from;
-            const bool few = queries <= FEW, apart = few && splits > 1;
+            const bool few = queries <= FEW;
+            const bool apart = splits > 1 && (few || (latent && is_apart(splits, queries, width)));
             const int64_t step = apart ? 1 : splits, heads = few ? together : 1;
             for (int64_t head = 0; head < kv_heads; head += heads) {
                 const int64_t own = std::min(heads, kv_heads - head);
@@ -762,7 +787,7 @@ void compute(const Call<E>& call, const Item& item, const Work& work, float* lef
     static thread_local std::vector<float> memory;
     const int64_t queries = item.rows * call.group;
     const int64_t sums = item.heads * Sums::floats(queries, call.width);
-    const int64_t scratch = Tile<E, C>::floats(call.cache.dim, call.width, queries, item.heads);
+    const int64_t scratch = Tile<E, C>::floats(call, queries, item.heads);
     float* own = take(memory, 2 * sums + scratch);
     Tile<E, C> tile(call, item, own + 2 * sums);
     if (item.shared < 0) {
@@ -782,18 +807,24 @@ void compute(const Call<E>& call, const Item& item, const Work& work, float* lef
 }
 
 template <class E, class C>
-void run(const AttentionBatch& batch, const Cache& cache, const void* q, int64_t q_stride, void* out, float scale,
+void run(const AttentionBatch& batch, Cache cache, const void* q, int64_t q_stride, void* out, float scale,
          int64_t window) {
     static thread_local Work kept;
     static thread_local std::vector<float> memory;
-    const int64_t group = batch.heads / cache.kv_heads, width = ceil_div(cache.dim, 16) * 16;
-    plan(batch, cache.kv_heads, window, group, width, kept);
+    const int64_t q_width = ceil_div(cache.dim, 16) * 16, width = ceil_div(cache.value_dim, 16) * 16;
+    const bool latent = cache.kind == 0;
+    if (latent) {  // each part of the heads as if it had K and V of its own
+        cache.kv_heads = parts_of(batch, width);
+        cache.head = cache.scale_head = 0;
+    }
+    const int64_t group = batch.heads / cache.kv_heads;
+    plan(batch, cache.kv_heads, window, group, width, latent, kept);
     const Work& work = kept;
     float* left = take(memory, work.floats);
     std::unique_ptr<std::atomic<int64_t>[]> missing(new std::atomic<int64_t>[work.shared.size()]);
     for (size_t i = 0; i < work.shared.size(); i++) missing[i] = work.shared[i].splits;
     const Call<E> call{batch,  cache, static_cast<const E*>(q), q_stride, static_cast<E*>(out), scale * LOG2_E,
-                       window, group, width};
+                       window, group, q_width, width};
     auto task = [&](int index) { compute<E, C>(call, work.items[index], work, left, missing.get()); };
     const int count = static_cast<int>(work.items.size());
     if (work.cost < ALONE)

@@ -14,6 +14,7 @@ struct Span {
 };
 
 // One layer of the cache, [blocks, 2, kv_heads, BLOCK_TOKENS, dim], innermost dimension contiguous; strides in elements.
+// Where the stride from K to V is 0, V is the first `value_dim` of K's values, and there is one head; else it is `dim`.
 // Rows are of bfloat16, or else of float32. So are values, unless there are scales, [blocks, 2, kv_heads, BLOCK_TOKENS]
 // floats: then they are of 8 bits, and each stands for its product with the scale of its token and head.
 struct Cache {
@@ -21,7 +22,7 @@ struct Cache {
     int64_t block, kind, head, token;
     float* scales;  // or null
     int64_t scale_block, scale_kind, scale_head, scale_token;
-    int64_t kv_heads, dim;
+    int64_t kv_heads, dim, value_dim;
     int64_t is_bf16;
     int64_t group;  // which of a step's tables is its
 };
@@ -34,7 +35,7 @@ struct AttentionBatch {
     int64_t heads;
 };
 
-// out[rows, heads, dim] = softmax(q k^T * scale) v. A row at position p sees positions (p - window, p] of its own
+// out[rows, heads, value_dim] = softmax(q k^T * scale) v. A row at position p sees positions (p - window, p] of its own
 // sequence, all up to p where `window` is 0. Of q, heads lie together and rows `q_stride` elements apart; out is
 // contiguous.
 //

@@ -514,4 +514,20 @@ LINEAR(penstock_linear_f32, float, float)
 LINEAR(penstock_linear_bf16, bf16, bf16)
 LINEAR(penstock_linear_bf16_wide, bf16, float)
 #undef LINEAR
+
+// For each head its own product: the weights [heads][outs, ins], packed one after the other, and of x [rows, heads, ins]
+// and out [rows, heads, outs] the strides of rows and of heads.
+#define HEAD_LINEAR(NAME, T)                                                                                            \
+    void NAME(const void* lines, int64_t heads, int64_t outs, int64_t ins, const T* x, int64_t x_stride, int64_t x_head, \
+              int64_t rows, T* out, int64_t out_stride, int64_t out_head) {                                              \
+        const Packed<T> first{static_cast<const Line*>(lines), outs, ins};                                               \
+        const int64_t each = first.groups() * first.steps();                                                             \
+        parallel_for(static_cast<int>(heads), [&](int h) {                                                               \
+            const Packed<T> own{first.lines + h * each, outs, ins};                                                      \
+            linear<T, T>(own, x + h * x_head, x_stride, rows, nullptr, out + h * out_head, out_stride);                  \
+        });                                                                                                              \
+    }
+HEAD_LINEAR(penstock_head_linear_f32, float)
+HEAD_LINEAR(penstock_head_linear_bf16, bf16)
+#undef HEAD_LINEAR
 }

@@ -248,17 +248,24 @@ void scale(bool is_bf16, void* x, float factor, int64_t rows, int64_t width) {
     });
 }
 
-void rotary(bool is_bf16, const void* x, int64_t x_stride, int64_t head_stride, Rotation rotation, void* out,
-            int64_t out_stride, int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim) {
+void rotary(bool is_bf16, const void* x, int64_t x_stride, int64_t head_stride, Rotation rotation, bool interleaved,
+            void* out, int64_t out_stride, int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim) {
     with_type(is_bf16, [&](auto type) {
         using E = decltype(type);
         each_row(rows, heads * dim, [&](int64_t row) {
             const int64_t half = rotation.turned / 2;
             const E* cos = static_cast<const E*>(rotation.cos) + row * half;
             const E* sin = static_cast<const E*>(rotation.sin) + row * half;
-            for (int64_t h = 0; h < heads; h++)
-                turn(static_cast<const E*>(x) + row * x_stride + h * head_stride, cos, sin,
-                     static_cast<E*>(out) + row * out_stride + h * out_head_stride, half, dim);
+            for (int64_t h = 0; h < heads; h++) {
+                const E* from = static_cast<const E*>(x) + row * x_stride + h * head_stride;
+                E* to = static_cast<E*>(out) + row * out_stride + h * out_head_stride;
+                if (interleaved) {
+                    for (int64_t i = 0; i < half; i++) to[i] = from[2 * i], to[half + i] = from[2 * i + 1];
+                    std::memcpy(to + 2 * half, from + 2 * half, (dim - 2 * half) * sizeof(E));
+                    from = to;
+                }
+                turn(from, cos, sin, to, half, dim);
+            }
         });
     });
 }
@@ -284,7 +291,7 @@ void store_kv(const Cache& cache, const void* k, int64_t k_stride, const void* v
         using E = decltype(type);
         each_row(rows, cache.kv_heads * cache.dim, [&](int64_t row) {
             put_heads(cache, blocks[row], offsets[row], 0, static_cast<const E*>(k) + row * k_stride);
-            put_heads(cache, blocks[row], offsets[row], 1, static_cast<const E*>(v) + row * v_stride);
+            if (v) put_heads(cache, blocks[row], offsets[row], 1, static_cast<const E*>(v) + row * v_stride);
         });
     });
 }
@@ -328,8 +335,10 @@ void penstock_add_rms_norm(int64_t is_bf16, const void* x, const void* residual,
 }
 
 void penstock_rotary(int64_t is_bf16, const void* x, int64_t x_stride, int64_t head_stride, const void* cos,
-                     const void* sin, int64_t turned, void* out, int64_t rows, int64_t heads, int64_t dim) {
-    penstock::rotary(is_bf16, x, x_stride, head_stride, {cos, sin, turned}, out, heads * dim, dim, rows, heads, dim);
+                     const void* sin, int64_t turned, int64_t interleaved, void* out, int64_t out_stride,
+                     int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim) {
+    penstock::rotary(is_bf16, x, x_stride, head_stride, {cos, sin, turned}, interleaved, out, out_stride, out_head_stride,
+                     rows, heads, dim);
 }
 
 void penstock_gate_mul(int64_t is_bf16, int64_t activation, const void* gate_up, int64_t stride, void* out, int64_t rows,

@@ -31,10 +31,10 @@ struct Rotation {
     int64_t turned;
 };
 
-// Pairs (i, i + turned / 2) of every head of x [rows, heads, dim] turned, and the rest as it is; `out` is contiguous, or
-// `x` with its strides.
-void rotary(bool is_bf16, const void* x, int64_t x_stride, int64_t head_stride, Rotation rotation, void* out,
-            int64_t out_stride, int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim);
+// Pairs (i, i + turned / 2) of every head of x [rows, heads, dim] turned, and the rest as it is; `out` may be `x` with its
+// strides. Where pairs are `interleaved`, (2 i, 2 i + 1), they become such pairs, and `out` is no part of `x`.
+void rotary(bool is_bf16, const void* x, int64_t x_stride, int64_t head_stride, Rotation rotation, bool interleaved,
+            void* out, int64_t out_stride, int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim);
 
 // What a gate makes of its input: x / (1 + e^-x), and x Phi(x) with Phi's approximation by a tanh.
 enum Activation : int64_t { SILU, GELU_TANH };
@@ -43,7 +43,8 @@ enum Activation : int64_t { SILU, GELU_TANH };
 void gate_mul(bool is_bf16, int64_t activation, const void* gate_up, int64_t stride, void* out, int64_t rows,
               int64_t width);
 
-// Rows of k and v [rows, kv_heads, dim], heads together, to the cache's blocks[row] and offsets[row].
+// Rows of k and v [rows, kv_heads, dim], heads together, to the cache's blocks[row] and offsets[row]; of k alone where v is
+// null.
 void store_kv(const Cache& cache, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const int64_t* blocks,
               const int64_t* offsets, int64_t rows);
 

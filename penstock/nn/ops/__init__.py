@@ -13,6 +13,7 @@ from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.choose import choose, choose_among, choose_candidates, choose_pays
 from penstock.nn.ops.experts import Stacked, combine_experts, expert_rows, group_experts, route
 from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
+from penstock.nn.ops.head_linear import head_linear
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
 from penstock.nn.ops.mask_logits import mask_logits
 from penstock.nn.ops.packed_quantised_linear import packed_quantised_linear, packed_quantised_rows
@@ -43,6 +44,7 @@ __all__ = [
     "gate_mul",
     "group_experts",
     "gumbel_noise",
+    "head_linear",
     "linear",
     "mask_logits",
     "packed_linear",

@@ -24,7 +24,7 @@ def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int
         window: how many positions a row sees, itself included; None is all.
 
     Returns:
-        [rows, heads, dim] in q's dtype.
+        [rows, heads, value dim] in q's dtype.
     """
     return OP[q.device.type](q, cache, batch, scale, window)
 
@@ -36,13 +36,13 @@ def reads_in_place(device: str, dtype: torch.dtype) -> bool:
 
 def _reference(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
     """Written to be read: one sequence after the other, every score spelled out, in float32."""
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], cache.value_dim)
     group = q.shape[1] // cache.kv_heads
     for span in batch.spans:
         length = span.start + span.rows
-        # [blocks, 2, kv_heads, block, dim] -> [2, heads, length, dim]
+        # [blocks, kinds, kv_heads, block, dim] -> [kinds, heads, length, dim]
         context = cache.of_blocks(span.blocks, torch.float32).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
-        k, v = context.repeat_interleave(group, dim=1)
+        k, v = cache.parts(context.repeat_interleave(group, dim=1))
         rows = slice(span.row, span.row + span.rows)
         scores = torch.einsum("nhd,hld->hnl", q[rows].float(), k) * scale
         behind = torch.arange(span.start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
@@ -57,7 +57,7 @@ def _native(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int |
     if not cached(cache, q):
         return sdpa(q, cache, batch, scale, window)
     q, layer = dense_rows(q), of_layer(cache, q.dtype)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = q.new_empty(*q.shape[:2], cache.value_dim)
     spans, ids = batch.places
     function("penstock_attention", "pnppnpnpfn")(
         spans.data_ptr(),

@@ -24,7 +24,7 @@ def branch_attention(
         scratch: for what is computed on the way.
 
     Returns:
-        [rows of the span, heads, dim] in q's dtype.
+        [rows of the span, heads, value dim] in q's dtype.
     """
     return OP[q.device.type](q, cache, span, scale, window, scratch)
 
@@ -33,15 +33,15 @@ def _reference(
     q: Tensor, cache: LayerKV, span: BranchSpan, scale: float, window: int | None, scratch: Scratch
 ) -> Tensor:
     """Written to be read: one row after the other, its whole context put together, in float32."""
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], cache.value_dim)
     group = q.shape[1] // cache.kv_heads
     first = 0 if window is None else max(0, span.length - window)
     prompt = cache.of_blocks(span.prompt.blocks, torch.float32)
     shared = prompt.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : span.prompt.length]
     for row, slots in enumerate(span.slots):
         own = cache.of_tokens(slots // BLOCK_TOKENS, slots % BLOCK_TOKENS, torch.float32).permute(1, 2, 0, 3)
-        # [2, heads, context, dim]
-        k, v = torch.cat([shared, own], dim=2)[:, :, first:].repeat_interleave(group, dim=1)
+        # [kinds, heads, context, dim]
+        k, v = cache.parts(torch.cat([shared, own], dim=2)[:, :, first:].repeat_interleave(group, dim=1))
         weights = (torch.einsum("hd,hld->hl", q[row].float(), k) * scale).softmax(-1)
         out[row] = torch.einsum("hl,hld->hd", weights, v).to(q.dtype)
     return out
@@ -68,7 +68,8 @@ def _shared(
     """Of the prompt's positions from `first` on; see `_partial`."""
     skip = first // BLOCK_TOKENS
     seen = slice(first - skip * BLOCK_TOKENS, span.prompt.length - skip * BLOCK_TOKENS)
-    k, v = read(cache, span.prompt, skip, queries.dtype, scratch)[:, :, seen]  # [kv_heads, positions, dim]
+    # [kv_heads, positions, dim]
+    k, v = cache.parts(read(cache, span.prompt, skip, queries.dtype, scratch)[:, :, seen])
     # rows and the heads that share K and V are rows of one product: [kv_heads, rows * heads / kv_heads, dim]
     heads, lse = _partial(queries.transpose(0, 1).flatten(1, 2), k, v, scale)
     apart = (len(queries), queries.shape[2])
@@ -78,15 +79,15 @@ def _shared(
 def _own(queries: Tensor, cache: LayerKV, span: BranchSpan, scale: float, first: int) -> tuple[Tensor, Tensor]:
     """Of each row's places from the `first` on; see `_partial`."""
     slots = span.slots[:, first:]
-    # [rows, positions, 2, kv_heads, dim]
+    # [rows, positions, kinds, kv_heads, dim]
     found = cache.of_tokens(slots // BLOCK_TOKENS, slots % BLOCK_TOKENS, queries.dtype)
-    k, v = found.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, dim]
+    k, v = cache.parts(found.permute(2, 0, 3, 1, 4))  # [rows, kv_heads, positions, dim]
     return _partial(queries, k, v, scale)
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[..., n, dim], twice [..., positions, dim] -> their attention [..., n, dim] float32, and the logarithms of what
-    its weights were divided by [..., n, 1]."""
+    """[..., n, dim], [..., positions, dim] and [..., positions, value dim] -> their attention [..., n, value dim]
+    float32, and the logarithms of what its weights were divided by [..., n, 1]."""
     scores = (q @ k.transpose(-1, -2)).float() * scale
     lse = scores.logsumexp(-1, keepdim=True)
     return ((scores - lse).exp().to(v.dtype) @ v).float(), lse

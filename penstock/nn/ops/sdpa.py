@@ -104,7 +104,7 @@ def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int
     # the last bits only, and cost the same
     cpu = q.device.type == "cpu"
     dtype = torch.float32 if cpu else q.dtype
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], cache.value_dim)
     q = q.to(dtype)
     per_block = math.prod(cache.values.shape[1:]) * dtype.itemsize
     metadata = batch.prepared(prepare)
@@ -124,12 +124,11 @@ def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int
 def _decode_together(
     out: Tensor, q: Tensor, cache: LayerKV, group: DecodeGroup, scale: float, window: int | None, scratch: Scratch
 ) -> None:
-    kv_heads, dim = cache.kv_heads, cache.dim
-    k, v = gather(cache, group.blocks, q.dtype, scratch)
+    k, v = cache.parts(gather(cache, group.blocks, q.dtype, scratch))
     # query heads that share K and V are rows of one product: [group, kv_heads, heads / kv_heads, dim]
-    queries = q[group.rows].unflatten(1, (kv_heads, -1))
+    queries = q[group.rows].unflatten(1, (cache.kv_heads, -1))
     heads = scaled_dot_product_attention(queries, k, v, attn_mask=group.mask(window), scale=scale)
-    out[group.rows] = heads.reshape(-1, q.shape[1], dim).to(out.dtype)
+    out[group.rows] = heads.reshape(-1, *out.shape[1:]).to(out.dtype)
 
 
 def _decode_alone(
@@ -138,7 +137,7 @@ def _decode_alone(
     first = 0 if window is None else max(0, span.length - window)
     skip = first // BLOCK_TOKENS
     seen = slice(first - skip * BLOCK_TOKENS, span.length - skip * BLOCK_TOKENS)
-    k, v = read(cache, span, skip, q.dtype, scratch)[:, None, :, seen]
+    k, v = cache.parts(read(cache, span, skip, q.dtype, scratch)[:, None, :, seen])
     queries = q[span.row].unflatten(0, (cache.kv_heads, -1))[None]
     heads = scaled_dot_product_attention(queries, k, v, scale=scale)
     out[span.row] = heads[0].flatten(0, 1).to(out.dtype)
@@ -149,7 +148,7 @@ def _prefill(
 ) -> None:
     skip = 0 if window is None else max(0, span.start + 1 - window) // BLOCK_TOKENS
     skipped = skip * BLOCK_TOKENS
-    context = read(cache, span, skip, q.dtype, scratch)[:, None]  # [2, 1, kv_heads, tokens, dim]
+    context = read(cache, span, skip, q.dtype, scratch)[:, None]  # [kinds, 1, kv_heads, tokens, dim]
     done = 0
     while done < span.rows:
         start = span.start + done
@@ -157,7 +156,7 @@ def _prefill(
         count = min(span.rows - done, PIECE - start % PIECE)
         end = start + count
         first = 0 if window is None else max(0, start + 1 - window) // BLOCK_TOKENS * BLOCK_TOKENS
-        k, v = context[:, :, :, first - skipped : end - skipped]
+        k, v = cache.parts(context[:, :, :, first - skipped : end - skipped])
         position = torch.arange(start, end, device=q.device)[:, None]
         column = torch.arange(first, end, device=q.device)
         mask = column <= position
@@ -174,7 +173,7 @@ def _prefill(
 
 
 def read(cache: LayerKV, span: Span, skip: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """One sequence's K and V without its first `skip` blocks: [2, kv_heads, tokens, dim], strided as it comes.
+    """One sequence's K and V without its first `skip` blocks: [kinds, kv_heads, tokens, dim], strided as it comes.
 
     Where its blocks are consecutive, nothing is gathered: when its tokens lie at one stride and are of the wanted
     dtype, they are read where they are, and otherwise copied.
@@ -184,7 +183,7 @@ def read(cache: LayerKV, span: Span, skip: int, dtype: torch.dtype, scratch: Scr
     wanted = slice(span.ids[skip], span.ids.stop)
     if cache.scales is not None:
         return cache.of_blocks(wanted, dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
-    source = cache.values[wanted].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, BLOCK_TOKENS, dim]
+    source = cache.values[wanted].permute(1, 2, 0, 3, 4)  # [kinds, kv_heads, blocks, BLOCK_TOKENS, dim]
     kinds, kv_heads, blocks, tokens, dim = source.shape
     if source.dtype == dtype and source.stride(2) == tokens * source.stride(3):
         return source.flatten(2, 3)
@@ -199,7 +198,7 @@ def read(cache: LayerKV, span: Span, skip: int, dtype: torch.dtype, scratch: Scr
 
 
 def gather(cache: LayerKV, blocks: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """K and V of sequences with equally many blocks: [2, sequences, kv_heads, tokens, dim], strided as it comes.
+    """K and V of sequences with equally many blocks: [kinds, sequences, kv_heads, tokens, dim], strided as it comes.
 
     The memory is looked at as pieces that lie together (one head's part of a block, or all heads' part of a token),
     because selecting whole pieces runs at the speed of memory, and indexing by several dimensions does not.
@@ -213,7 +212,7 @@ def gather(cache: LayerKV, blocks: Tensor, dtype: torch.dtype, scratch: Scratch)
     by_token = _by_token(cache)
     piece = kinds * kv_heads * dim if by_token else tokens * dim
     if cache.scales is not None or values.stride(0) % piece or values.storage_offset() % piece:  # blocks are padded
-        # [2, sequences, kv_heads, blocks, BLOCK_TOKENS, dim]
+        # [kinds, sequences, kv_heads, blocks, BLOCK_TOKENS, dim]
         return cache.of_blocks(blocks, dtype).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     first, to_block = values.storage_offset() // piece, values.stride(0) // piece
     if by_token:
@@ -223,7 +222,7 @@ def gather(cache: LayerKV, blocks: Tensor, dtype: torch.dtype, scratch: Scratch)
     else:
         heads = torch.arange(kv_heads, device=device)[:, None] * (values.stride(2) // piece) + first
         keys = blocks[:, None, :] * to_block + heads  # [sequences, kv_heads, blocks]
-        wanted = torch.stack((keys, keys + values.stride(1) // piece)).flatten()
+        wanted = torch.stack([keys + kind * values.stride(1) // piece for kind in range(kinds)]).flatten()
         shape = (kinds, count, kv_heads, blocks.shape[1] * tokens, dim)
     pieces = values.as_strided((values.untyped_storage().nbytes() // values.itemsize // piece, piece), (piece, 1), 0)
     found = scratch.take("gathered", (len(wanted), piece), values.dtype, device)

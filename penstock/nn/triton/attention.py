@@ -253,7 +253,7 @@ def splits_of(position: int) -> int:
 
 def serves(q: Tensor, cache: LayerKV) -> bool:
     """Whether the kernel computes this: a device has the instructions for 16 bits, and a program must hold a tile."""
-    if cache.scales is not None or cache.values.dtype != q.dtype:
+    if cache.scales is not None or cache.latent or cache.values.dtype != q.dtype:
         return False
     if q.dtype == (torch.bfloat16 if q.is_cpu else torch.float32):  # of which the interpreter makes no products
         return False
