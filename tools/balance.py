@@ -41,8 +41,9 @@ def experts(args: argparse.Namespace) -> None:
             for number, row in enumerate(found):
                 print(
                     f"{slots} slots, skew {skew:g}, interval {number}: busiest rank {row.fixed:.2f} of the mean as "
-                    f"first placed, {row.moved:.3f} as placed now (worst layer {row.worst:.3f}); step {row.fixed_ms:.1f} ms, "
-                    f"{row.moved_ms:.1f} ms, even {row.even_ms:.1f} ms; then {row.switches} layers switch, at most "
+                    f"first placed, {row.moved:.3f} as placed now (worst layer {row.worst:.3f}); step "
+                    f"{row.fixed_ms:.1f} ms, {row.moved_ms:.1f} ms, even {row.even_ms:.1f} ms; then "
+                    f"{row.switches} layers switch, at most "
                     f"{row.loads} experts a rank"
                 )
 

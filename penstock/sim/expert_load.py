@@ -77,9 +77,9 @@ def simulate_experts(
         rebalancer.count(counts)
         now += INTERVAL
         loads, switches = _move(rebalancer, ranks.ranks, now)
-        means = float(np.mean(fixed)), float(np.mean(moved))
-        step_ms = [replace(times, imbalance=mean).step_ms((), *work) for mean in (*means, 1.0)]
-        found.append(Interval(*means, max(moved), *step_ms, loads, switches))
+        was, now_is = float(np.mean(fixed)), float(np.mean(moved))
+        was_ms, is_ms, even_ms = [replace(times, imbalance=mean).step_ms((), *work) for mean in (was, now_is, 1.0)]
+        found.append(Interval(was, now_is, max(moved), was_ms, is_ms, even_ms, loads, switches))
         _drift(popularity, drift, rng)
     return found
 
