@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from penstock.api.background import Background
-from penstock.api.chat import Turn, answer
+from penstock.api.chat import ChatBody, Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape, flat_name
 from penstock.api.response_store import ResponseStore
-from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
+from penstock.api.schema import SHORT, Body, Int32, Strings, service_level, whole_number
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
