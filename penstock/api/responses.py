@@ -237,7 +237,10 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item.get("type", "message")
         if kind == "reasoning":
-            thought += "".join(_string(part, "text", where) for part in item.get("content") or ())
+            parts = item.get("content") or []
+            if not isinstance(parts, list):
+                raise wrong_value(f"{where}.content", parts, "a list of parts")
+            thought += "".join(_string(part, "text", f"{where}.content[{j}]") for j, part in enumerate(parts))
             continue
         if kind == "message":
             message = {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
