@@ -1,6 +1,6 @@
 """The tables of docs/api.md: every request field of OpenAI's and vLLM's APIs, and whether penstock supports it.
 
-`penstock.api.schema` says whether a field is supported; the notes on it are below.
+`field_table` in `penstock.api.schema` says whether a field is supported; the notes on it are below.
 
 usage: python tools/api_table.py [--write | --check]
 """
@@ -10,16 +10,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.api.schema import (
-    MAX_INPUTS,
-    NOT_YET,
-    REMOVED_PREFIXES,
-    Body,
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    field_table,
-)
+from penstock.api.chat import ChatBody
+from penstock.api.completions import CompletionBody
+from penstock.api.embeddings import MAX_INPUTS, EmbeddingBody
+from penstock.api.schema import NOT_YET, REMOVED_PREFIXES, Body, field_table
 from penstock.api.tools import MAX_TOOLS
 from penstock.core.sampling import (
     MAX_BAD_WORDS,

@@ -13,13 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.api.block_schema import messages_fields, response_fields
+from penstock.api.chat import ChatBody
 from penstock.api.chat_batch import HARMLESS, ChatBatchBody
+from penstock.api.completions import CompletionBody
+from penstock.api.embeddings import MAX_INPUTS, EmbeddingBody, RerankBody, ScoreBody
 from penstock.api.messages import CountBody, MessagesBody
 from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
     FOREIGN,
     MAX_BIAS_DIGITS,
-    MAX_INPUTS,
     MAX_PROMPTS,
     NOT_YET,
     REMOVED_PREFIXES,
@@ -27,15 +29,10 @@ from penstock.api.schema import (
     STREAM_OPTIONS,
     TIERS,
     Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
     GenerationBody,
-    RerankBody,
-    ScoreBody,
     ServedBody,
 )
+from penstock.api.tokenize import DetokenizeBody
 from penstock.api.tools import CHOICES, MAX_NAME_CHARS, MAX_TOOLS
 from penstock.core.sampling import (
     ALL_LOGPROBS,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SkipValidation
 from starlette.requests import Request
 from starlette.types import Send
 
@@ -14,12 +16,23 @@ from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.api.message import MessageReader, plain_message, reasoning_tokens
 from penstock.api.openai import Envelope, beside, head, timing_body, usage_body
-from penstock.api.schema import AnswerDefaults, ChatBody, Prediction, check_token_ids, sampling_params, service_level
+from penstock.api.schema import (
+    SHORT,
+    AnswerDefaults,
+    GenerationBody,
+    Messages,
+    check_messages,
+    check_token_ids,
+    check_turn,
+    sampling_params,
+    service_level,
+    whole_number,
+)
 from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
-from penstock.api.tools import ToolUse
+from penstock.api.tools import ToolUse, tool_use
 from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.core.structured_outputs import StructuredOutputs
 from penstock.service.generation import Usage
@@ -32,6 +45,134 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Models
 
 PROMPT_END = 32  # tokens in which a prompt's end says whether reasoning has begun
+
+
+class PredictedPart(BaseModel):
+    """A part of a `Prediction`."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """Text that much of the answer is expected to repeat (OpenAI's predicted outputs)."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["content"]
+    content: Annotated[str | list[PredictedPart], SkipValidation]  # `text` says more
+
+    @property
+    def text(self) -> str:
+        """Raises InvalidRequest."""
+        parts: Any = self.content
+        if isinstance(parts, str):
+            return parts
+        if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            texts = [part.get("text") for part in parts]
+            if all(isinstance(text, str) for text in texts):
+                return "".join(texts)
+        field = "prediction.content"
+        raise InvalidRequest(
+            f"{field}: {SHORT.repr(parts)}, allowed is a string, or a list of parts of type 'text'", field
+        )
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, SkipValidation] = None  # `tool_use` says more
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
+    _tool_use: ToolUse | None = PrivateAttr(None)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What is to be called; None is nothing."""
+        return self._tool_use
+
+    @property
+    def echoed(self) -> str:
+        """What the answer's content begins with: the message that it goes on with, where that is asked for."""
+        last = self.messages[-1]
+        if not self.echo or self.opens_turn or last["role"] != "assistant":
+            return ""
+        content = last.get("content") or ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    @property
+    def given_prompt(self) -> list[int] | None:
+        """The prompt's tokens, where another instance has made them of these messages: a router brings them."""
+        return (self.kv_transfer_params or {}).get("prompt_token_ids")
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """-1 is none, too."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template. Those that templates know for how much the model is to think are set by
+        `reasoning_effort`, unless they are given."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        said: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            said |= {"enable_thinking": False, "thinking": False}
+        return said | (self.chat_template_kwargs or {})
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with what opens the assistant's turn."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def wishes(self) -> dict[str, Any]:
+        wishes = super().wishes() | {
+            "logprobs": (0 if self.logprob_token_ids else self.top_logprobs or 0) if self.logprobs else None,
+            "max_tokens": self.asked_tokens,
+        }
+        if self._tool_use is not None and self._tool_use.form is not None:
+            wishes["structured_outputs"] = self._tool_use.form  # then there is no content
+        return wishes
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        if self._tool_use is not None and self._tool_use.choice == "required":
+            return self._tool_use.renamed(error)
+        return super().named(error)
+
+    def check(self) -> None:
+        super().check()
+        check_turn(self.add_generation_prompt, self.continue_final_message)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
+        if self.prediction is not None:
+            _ = self.prediction.text
+        _check_transfer(self.kv_transfer_params or {})
+        check_messages(self.messages)
+        if self.tools is not None or self.tool_choice is not None:
+            self._tool_use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self._tool_use is not None and self._tool_use.choice == "required" and self.structured_outputs is not None:
+            raise InvalidRequest(
+                "structured_outputs: given, allowed only without a tool_choice that forces a call", "structured_outputs"
+            )
 
 
 def routes(models: Models, defaults: AnswerDefaults) -> list[Route]:
@@ -306,3 +447,14 @@ class ChatShape:
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         return {"prompt_token_ids": self._prompt} if self._token_ids else {}
+
+
+def _check_transfer(given: Mapping[str, Any]) -> None:
+    """Raises `UnsupportedField` or `InvalidRequest`: where KV comes from is not for requests to say."""
+    for name, value in given.items():
+        field = f"kv_transfer_params.{name}"
+        if name != "prompt_token_ids":
+            if value:
+                raise UnsupportedField(f"{field} is not supported, allowed is prompt_token_ids", field)
+        elif value is not None and not (isinstance(value, list) and value):
+            raise InvalidRequest(f"{field}: {SHORT.repr(value)}, allowed is a list of at least one token id", field)

@@ -10,10 +10,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.types import Send
 
-from penstock.api.chat import ChatShape, Turn, turn_of
+from penstock.api.chat import ChatBody, ChatShape, Turn, turn_of
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.openai import usage_body
-from penstock.api.schema import MAX_PROMPTS, AnswerDefaults, ChatBody, Messages, service_level
+from penstock.api.schema import MAX_PROMPTS, AnswerDefaults, Messages, service_level
 from penstock.api.sse import send_json
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.service_level import ServiceLevel

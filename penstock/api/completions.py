@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import BeforeValidator, Field, SkipValidation
 from starlette.requests import Request
 from starlette.types import Send
 
@@ -14,10 +15,19 @@ from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
 from penstock.api.openai import Envelope, beside, head, timing_body, usage_body
 from penstock.api.prompts import encoded
-from penstock.api.schema import AnswerDefaults, CompletionBody, prompts_of, sampling_params, service_level
+from penstock.api.schema import (
+    AnswerDefaults,
+    GenerationBody,
+    Prompts,
+    prompts_of,
+    sampling_params,
+    service_level,
+    whole_number,
+)
 from penstock.api.sse import send_events, send_whole
 from penstock.api.structured import check_grammar
-from penstock.core.sampling import SamplingParams
+from penstock.core.errors import InvalidRequest
+from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.generation import Usage
 from penstock.service.intake import check_named, check_room, longest_whole, truncated
@@ -25,6 +35,56 @@ from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Models
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    default_max_tokens = 16
+
+    prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = (
+        None  # vLLM, too, gives all of them to chats only
+    )
+    add_special_tokens: bool = True
+    thinking: dict[str, Any] | None = None
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the prompt is all that is wanted: its text, and perhaps its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def wishes(self) -> dict[str, Any]:
+        wishes = super().wishes() | {"thinking": self.thinking}
+        if self.logprob_token_ids is not None:
+            wishes["logprobs"] = 0
+        if self.only_echoes:
+            wishes["max_tokens"] = 1  # an engine always samples one; it is dropped
+        if self.echo and self.prompt_logprobs is None:
+            wishes["prompt_logprobs"] = self.logprobs
+        return wishes
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens: 0, allowed is a whole number at least 1, or 0 with echo: true", "max_tokens"
+            )
+        if self.only_echoes and self.logprob_token_ids is not None:
+            raise InvalidRequest("logprob_token_ids: given, allowed only with max_tokens above 0", "logprob_token_ids")
+        if self.only_echoes and self.min_tokens:
+            raise InvalidRequest(
+                f"min_tokens: {self.min_tokens}, allowed is at most max_tokens, which is 0", "min_tokens"
+            )
+        if self.echo and self.logprobs is not None and self.use_beam_search:
+            raise InvalidRequest("echo: true with logprobs, allowed only without use_beam_search: true", "echo")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
+            raise InvalidRequest(
+                f"prompt_logprobs: {self.prompt_logprobs}, with echo and logprobs allowed is the same as logprobs, "
+                f"{self.logprobs}",
+                "prompt_logprobs",
+            )
 
 
 def routes(models: Models, defaults: AnswerDefaults) -> list[Route]:

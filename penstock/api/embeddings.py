@@ -11,20 +11,25 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
+from pydantic import Field, SkipValidation
 from starlette.requests import Request
 from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.prompts import encoded
 from penstock.api.schema import (
-    MAX_INPUTS,
-    EmbeddingBody,
-    RerankBody,
-    ScoreBody,
+    MAX_PROMPTS,
+    SHORT,
+    Int32,
+    Messages,
+    Prompts,
     ServedBody,
+    Strings,
+    check_messages,
+    check_turn,
     prompts_of,
     service_level,
 )
@@ -40,7 +45,82 @@ if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Models
 
 Shown = TypeVar("Shown")
+MAX_INPUTS = 2048  # to embed, as OpenAI allows
 AT_ONCE = 16  # vectors that are put together before others get their turn
+
+
+class EmbeddingBody(ServedBody):
+    """POST /v1/embeddings"""
+
+    input: Annotated[Prompts | None, SkipValidation] = None  # `prompts_of` looks at it
+    messages: Messages | None = None  # instead
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    encoding_format: Annotated[Literal["float", "base64"] | None, SkipValidation] = None
+    dimensions: Int32 | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None  # the same
+    padding: Annotated[Literal["do_not_pad", "max_length"] | None, SkipValidation] = None
+    add_special_tokens: bool | None = None  # to texts, unless this is false; to messages, where it is true
+
+    @property
+    def normalizes(self) -> bool | None:
+        """None is as the model wants it."""
+        return self.use_activation if self.normalize is None else self.normalize
+
+    def check(self) -> None:
+        super().check()
+        check_turn(self.add_generation_prompt, self.continue_final_message)
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("input: exactly one of input and messages is needed", "input")
+        check_messages(self.messages or [])
+        if {True, False} == {self.normalize, self.use_activation}:
+            raise InvalidRequest("use_activation: not the same as normalize, which means the same", "use_activation")
+        if self.padding not in (None, "do_not_pad", "max_length"):
+            raise InvalidRequest(
+                f"padding: {SHORT.repr(self.padding)}, allowed are 'do_not_pad' and 'max_length'", "padding"
+            )
+        if self.encoding_format not in (None, "float", "base64"):
+            raise InvalidRequest(
+                f"encoding_format: {SHORT.repr(self.encoding_format)}, allowed are 'float' and 'base64'",
+                "encoding_format",
+            )
+
+
+class RerankBody(ServedBody):
+    """POST /v1/rerank: documents by how near their embeddings are to the query's."""
+
+    query: str
+    documents: Annotated[list[str], Field(fail_fast=True)]
+    top_n: Int32 | None = None
+    return_documents: bool = True
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        _check_some("query", [self.query])
+        _check_some("documents", self.documents)
+        if self.top_n is not None and self.top_n < 0:
+            raise InvalidRequest(f"top_n: {self.top_n}, allowed is a whole number at least 0, which is all", "top_n")
+
+
+class ScoreBody(ServedBody):
+    """POST /v1/score: how near the embeddings of two texts are, for each pair; a single one is paired with each."""
+
+    text_1: Strings
+    text_2: Strings
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        super().check()
+        _check_some("text_1", self.text_1)
+        _check_some("text_2", self.text_2)
+        if len(self.text_1) not in (1, len(self.text_2)):
+            raise InvalidRequest(
+                f"text_1: {len(self.text_1)} texts, allowed is one, or as many as text_2 has, {len(self.text_2)}",
+                "text_1",
+            )
 
 
 def routes(models: Models) -> list[Route]:
@@ -239,3 +319,11 @@ def _packed(vector: list[float]) -> msgspec.Raw:
 
 def _json(value: object) -> msgspec.Raw:
     return msgspec.Raw(encode(value))
+
+
+def _check_some(field: str, texts: list[str]) -> None:
+    """Raises `InvalidRequest` unless there is a text, and not too many, and something in each."""
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise InvalidRequest(f"{field}: {len(texts)} texts, allowed are 1 to {MAX_PROMPTS}", field)
+    if not all(texts):
+        raise InvalidRequest(f"{field}: an empty text, at least one token is needed", field)

@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field, SkipValidation
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.chat import Turn, answer, prompt_of
+from penstock.api.chat import ChatBody, Turn, answer, prompt_of
 from penstock.api.errors import error_row
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
-from penstock.api.schema import SHORT, Body, ChatBody, Int32, Messages, Strings, service_level, whole_number
+from penstock.api.schema import SHORT, Body, Int32, Messages, Strings, service_level, whole_number
 from penstock.api.sse import encode
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from penstock.api.background import Background
-from penstock.api.chat import Turn, answer
+from penstock.api.chat import ChatBody, Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape, flat_name
 from penstock.api.response_store import ResponseStore
-from penstock.api.schema import SHORT, Body, ChatBody, Int32, Strings, service_level, whole_number
+from penstock.api.schema import SHORT, Body, Int32, Strings, service_level, whole_number
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 
@@ -237,7 +237,10 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item.get("type", "message")
         if kind == "reasoning":
-            thought += "".join(_string(part, "text", where) for part in item.get("content") or ())
+            parts = item.get("content") or []
+            if not isinstance(parts, list):
+                raise wrong_value(f"{where}.content", parts, "a list of parts")
+            thought += "".join(_string(part, "text", f"{where}.content[{j}]") for j, part in enumerate(parts))
             continue
         if kind == "message":
             message = {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}

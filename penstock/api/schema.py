@@ -1,7 +1,8 @@
-"""The bodies of requests: which fields there are, which of them are served, and what they mean to the engine.
+"""What the bodies of requests have in common: how they are read, which fields are served, and what those mean to the
+engine. Each endpoint's own body stands beside it.
 
 Types are checked here; the ranges of sampling fields by `SamplingParams`; messages by the chat template. Fields that a
-model below declares are served. `NOT_YET` and `REMOVED_PREFIXES` name those that clients know and this server refuses.
+body declares are served. `NOT_YET` and `REMOVED_PREFIXES` name those that clients know and this server refuses.
 Everything else is ignored, and said to be ignored.
 """
 
@@ -17,16 +18,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import ErrorDetails
 
 from penstock.api import structured
-from penstock.api.tools import ToolUse, tool_use
 from penstock.core.errors import InvalidRequest, PromptTooLong, UnsupportedField
-from penstock.core.sampling import ALL_LOGPROBS, MAX_LOGPROBS, NOT_WITH_BEAMS, SamplingParams
+from penstock.core.sampling import NOT_WITH_BEAMS, SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.service.intake import check_salt
 
 # of which all bodies may speak
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "thinking")
 MAX_PROMPTS = 1024
-MAX_INPUTS = 2048  # to embed, as OpenAI allows
 MAX_BIAS_DIGITS = 10
 MOST_SHOWN = 5  # wrong keys
 MAX_DEPTH = 200  # objects and lists in a body that are within each other: what pydantic's parser takes
@@ -188,37 +187,6 @@ class Targets(BaseModel):
     tpot_ms: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
 
 
-class PredictedPart(BaseModel):
-    """A part of a `Prediction`."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Prediction(BaseModel):
-    """Text that much of the answer is expected to repeat (OpenAI's predicted outputs)."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["content"]
-    content: Annotated[str | list[PredictedPart], SkipValidation]  # `text` says more
-
-    @property
-    def text(self) -> str:
-        """Raises InvalidRequest."""
-        parts: Any = self.content
-        if isinstance(parts, str):
-            return parts
-        if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            texts = [part.get("text") for part in parts]
-            if _all(texts, str) or not texts:
-                return "".join(texts)
-        field = "prediction.content"
-        raise InvalidRequest(
-            f"{field}: {SHORT.repr(parts)}, allowed is a string, or a list of parts of type 'text'", field
-        )
-
-
 class ServedBody(Body):
     """What engines work on: how their prompts are cut, and how they are served."""
 
@@ -345,259 +313,6 @@ class GenerationBody(ServedBody):
         return super().undeclared() | options
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions"""
-
-    messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    prediction: Prediction | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[str | dict[str, Any] | None, SkipValidation] = None  # `tool_use` says more
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**31 - 1), BeforeValidator(whole_number)] | None = None
-    _tool_use: ToolUse | None = PrivateAttr(None)
-
-    @property
-    def tool_use(self) -> ToolUse | None:
-        """What is to be called; None is nothing."""
-        return self._tool_use
-
-    @property
-    def echoed(self) -> str:
-        """What the answer's content begins with: the message that it goes on with, where that is asked for."""
-        last = self.messages[-1]
-        if not self.echo or self.opens_turn or last["role"] != "assistant":
-            return ""
-        content = last.get("content") or ""
-        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-    @property
-    def given_prompt(self) -> list[int] | None:
-        """The prompt's tokens, where another instance has made them of these messages: a router brings them."""
-        return (self.kv_transfer_params or {}).get("prompt_token_ids")
-
-    @property
-    def thinking_budget(self) -> int | None:
-        """-1 is none, too."""
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
-
-    @property
-    def template_kwargs(self) -> dict[str, Any] | None:
-        """Variables for the chat template. Those that templates know for how much the model is to think are set by
-        `reasoning_effort`, unless they are given."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        said: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
-        if self.reasoning_effort == "none":
-            said |= {"enable_thinking": False, "thinking": False}
-        return said | (self.chat_template_kwargs or {})
-
-    @property
-    def opens_turn(self) -> bool:
-        """Whether the prompt ends with what opens the assistant's turn."""
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-
-    @property
-    def asked_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def wishes(self) -> dict[str, Any]:
-        wishes = super().wishes() | {
-            "logprobs": (0 if self.logprob_token_ids else self.top_logprobs or 0) if self.logprobs else None,
-            "max_tokens": self.asked_tokens,
-        }
-        if self._tool_use is not None and self._tool_use.form is not None:
-            wishes["structured_outputs"] = self._tool_use.form  # then there is no content
-        return wishes
-
-    def named(self, error: InvalidRequest) -> InvalidRequest:
-        if self._tool_use is not None and self._tool_use.choice == "required":
-            return self._tool_use.renamed(error)
-        return super().named(error)
-
-    def check(self) -> None:
-        super().check()
-        check_turn(self.add_generation_prompt, self.continue_final_message)
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest(f"top_logprobs: {self.top_logprobs}, allowed only with logprobs: true", "top_logprobs")
-        if self.prediction is not None:
-            _ = self.prediction.text
-        _check_transfer(self.kv_transfer_params or {})
-        check_messages(self.messages)
-        if self.tools is not None or self.tool_choice is not None:
-            self._tool_use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self._tool_use is not None and self._tool_use.choice == "required" and self.structured_outputs is not None:
-            raise InvalidRequest(
-                "structured_outputs: given, allowed only without a tool_choice that forces a call", "structured_outputs"
-            )
-
-
-class CompletionBody(GenerationBody):
-    """POST /v1/completions"""
-
-    default_max_tokens = 16
-
-    prompt: Annotated[Prompts, SkipValidation]  # `prompts_of` looks at it: faster, and it says more
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole_number)] | None = (
-        None  # vLLM, too, gives all of them to chats only
-    )
-    add_special_tokens: bool = True
-    thinking: dict[str, Any] | None = None
-
-    @property
-    def only_echoes(self) -> bool:
-        """Whether the prompt is all that is wanted: its text, and perhaps its log-probabilities."""
-        return bool(self.echo) and self.max_tokens == 0
-
-    def wishes(self) -> dict[str, Any]:
-        wishes = super().wishes() | {"thinking": self.thinking}
-        if self.logprob_token_ids is not None:
-            wishes["logprobs"] = 0
-        if self.only_echoes:
-            wishes["max_tokens"] = 1  # an engine always samples one; it is dropped
-        if self.echo and self.prompt_logprobs is None:
-            wishes["prompt_logprobs"] = self.logprobs
-        return wishes
-
-    def check(self) -> None:
-        super().check()
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest(
-                "max_tokens: 0, allowed is a whole number at least 1, or 0 with echo: true", "max_tokens"
-            )
-        if self.only_echoes and self.logprob_token_ids is not None:
-            raise InvalidRequest("logprob_token_ids: given, allowed only with max_tokens above 0", "logprob_token_ids")
-        if self.only_echoes and self.min_tokens:
-            raise InvalidRequest(
-                f"min_tokens: {self.min_tokens}, allowed is at most max_tokens, which is 0", "min_tokens"
-            )
-        if self.echo and self.logprobs is not None and self.use_beam_search:
-            raise InvalidRequest("echo: true with logprobs, allowed only without use_beam_search: true", "echo")
-        if self.echo and self.logprobs is not None and self.prompt_logprobs not in (None, self.logprobs):
-            raise InvalidRequest(
-                f"prompt_logprobs: {self.prompt_logprobs}, with echo and logprobs allowed is the same as logprobs, "
-                f"{self.logprobs}",
-                "prompt_logprobs",
-            )
-
-
-class EmbeddingBody(ServedBody):
-    """POST /v1/embeddings"""
-
-    input: Annotated[Prompts | None, SkipValidation] = None  # `prompts_of` looks at it
-    messages: Messages | None = None  # instead
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    encoding_format: Annotated[Literal["float", "base64"] | None, SkipValidation] = None
-    dimensions: Int32 | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None  # the same
-    padding: Annotated[Literal["do_not_pad", "max_length"] | None, SkipValidation] = None
-    add_special_tokens: bool | None = None  # to texts, unless this is false; to messages, where it is true
-
-    @property
-    def normalizes(self) -> bool | None:
-        """None is as the model wants it."""
-        return self.use_activation if self.normalize is None else self.normalize
-
-    def check(self) -> None:
-        super().check()
-        check_turn(self.add_generation_prompt, self.continue_final_message)
-        if (self.input is None) == (self.messages is None):
-            raise InvalidRequest("input: exactly one of input and messages is needed", "input")
-        check_messages(self.messages or [])
-        if {True, False} == {self.normalize, self.use_activation}:
-            raise InvalidRequest("use_activation: not the same as normalize, which means the same", "use_activation")
-        if self.padding not in (None, "do_not_pad", "max_length"):
-            raise InvalidRequest(
-                f"padding: {SHORT.repr(self.padding)}, allowed are 'do_not_pad' and 'max_length'", "padding"
-            )
-        if self.encoding_format not in (None, "float", "base64"):
-            raise InvalidRequest(
-                f"encoding_format: {SHORT.repr(self.encoding_format)}, allowed are 'float' and 'base64'",
-                "encoding_format",
-            )
-
-
-class RerankBody(ServedBody):
-    """POST /v1/rerank: documents by how near their embeddings are to the query's."""
-
-    query: str
-    documents: Annotated[list[str], Field(fail_fast=True)]
-    top_n: Int32 | None = None
-    return_documents: bool = True
-    add_special_tokens: bool = True
-
-    def check(self) -> None:
-        super().check()
-        _check_some("query", [self.query])
-        _check_some("documents", self.documents)
-        if self.top_n is not None and self.top_n < 0:
-            raise InvalidRequest(f"top_n: {self.top_n}, allowed is a whole number at least 0, which is all", "top_n")
-
-
-class ScoreBody(ServedBody):
-    """POST /v1/score: how near the embeddings of two texts are, for each pair; a single one is paired with each."""
-
-    text_1: Strings
-    text_2: Strings
-    add_special_tokens: bool = True
-
-    def check(self) -> None:
-        super().check()
-        _check_some("text_1", self.text_1)
-        _check_some("text_2", self.text_2)
-        if len(self.text_1) not in (1, len(self.text_2)):
-            raise InvalidRequest(
-                f"text_1: {len(self.text_1)} texts, allowed is one, or as many as text_2 has, {len(self.text_2)}",
-                "text_1",
-            )
-
-
-class TokenizeBody(Body):
-    """POST /tokenize: a prompt, or messages."""
-
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None  # to a text, unless this is false; to messages, where it is true
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    return_token_strs: bool | None = None
-
-    @property
-    def opens_turn(self) -> bool:
-        """See `ChatBody`."""
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-
-    def check(self) -> None:
-        check_turn(self.add_generation_prompt, self.continue_final_message)
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
-        check_messages(self.messages or [])
-        if self.tools is not None:
-            tool_use(self.tools, None, None)
-
-
-class DetokenizeBody(Body):
-    """POST /detokenize"""
-
-    tokens: TokenIds
-
-
 BodyType = TypeVar("BodyType", bound=Body)
 
 
@@ -623,25 +338,6 @@ def field_table(model: type[Body]) -> dict[str, str]:
     options = (f"stream_options.{name}" for name in STREAM_OPTIONS if "stream_options" in model.model_fields)
     served = dict.fromkeys((*model.model_fields, *options), "served")
     return dict.fromkeys(NOT_YET, "not yet") | dict.fromkeys(IGNORED, "ignored") | served
-
-
-def _check_some(field: str, texts: list[str]) -> None:
-    """Raises `InvalidRequest` unless there is a text, and not too many, and something in each."""
-    if not 1 <= len(texts) <= MAX_PROMPTS:
-        raise InvalidRequest(f"{field}: {len(texts)} texts, allowed are 1 to {MAX_PROMPTS}", field)
-    if not all(texts):
-        raise InvalidRequest(f"{field}: an empty text, at least one token is needed", field)
-
-
-def _check_transfer(given: Mapping[str, Any]) -> None:
-    """Raises `UnsupportedField` or `InvalidRequest`: where KV comes from is not for requests to say."""
-    for name, value in given.items():
-        field = f"kv_transfer_params.{name}"
-        if name != "prompt_token_ids":
-            if value:
-                raise UnsupportedField(f"{field} is not supported, allowed is prompt_token_ids", field)
-        elif value is not None and not (isinstance(value, list) and value):
-            raise InvalidRequest(f"{field}: {SHORT.repr(value)}, allowed is a list of at least one token id", field)
 
 
 def check_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.http import MODEL, Route, json_response, read_body
-from penstock.api.schema import DetokenizeBody, TokenizeBody, check_token_ids
+from penstock.api.schema import Body, Messages, TokenIds, check_messages, check_token_ids, check_turn
+from penstock.api.tools import tool_use
 from penstock.core.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Models
 
 MAX_TOKENS = 1 << 18  # or a context, if that is more
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None  # to a text, unless this is false; to messages, where it is true
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def opens_turn(self) -> bool:
+        """See `ChatBody`."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    def check(self) -> None:
+        check_turn(self.add_generation_prompt, self.continue_final_message)
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt: exactly one of prompt and messages is needed", "prompt")
+        check_messages(self.messages or [])
+        if self.tools is not None:
+            tool_use(self.tools, None, None)
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    tokens: TokenIds
 
 
 def routes(models: Models, *, shows_tokenizer: bool) -> list[Route]:

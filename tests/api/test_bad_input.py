@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -140,6 +140,82 @@ async def test_arguments_of_tool_calls_that_are_nested_without_end(client: httpx
     messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
     error = error_of(await client.post(CHAT, json={"messages": messages}), 400)
     assert "tool_calls[0].function.arguments" in error["message"]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+TEXTS = [{"type": "text", "text": "a"}]
+RICH: dict[str, Any] = {  # bodies with everything in them that has parts
+    CHAT: {
+        "messages": [
+            {"role": "user", "content": TEXTS},
+            {"role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": OBJECT, "strict": True}}],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [CALL]}},
+        "prediction": {"type": "content", "content": TEXTS},
+        "kv_transfer_params": {"prompt_token_ids": [5]},
+    },
+    TEXT: {
+        "prompt": ["a"],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": OBJECT}},
+        "thinking": {"start": [1], "end": [2], "budget": 1},
+        "logit_bias": {"5": 1},
+        "slo": {"ttft_ms": 5},
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "rs", "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "r"}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]},
+        ],
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}],
+        "tool_choice": {"type": "function", "name": "n__f"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}},
+        "reasoning": {"effort": "low"},
+    },
+    "/v1/messages": {
+        "max_tokens": 5,
+        "system": TEXTS,
+        "messages": [
+            {"role": "user", "content": TEXTS},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": TEXTS}]},
+        ],
+        "tools": [{"name": "f", "input_schema": OBJECT}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": OBJECT}},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    },
+}
+
+
+def replaced(value: Any, other: Any) -> Iterator[Any]:
+    """The same with one of its parts, at whatever depth, replaced."""
+    yield other
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for changed in replaced(part, other):
+            copied = value.copy()
+            copied[key] = changed
+            yield copied
+
+
+@pytest.mark.parametrize("path", RICH)
+async def test_any_part_of_a_body_may_be_something_else(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.post(path, json=RICH[path])).status_code == 200
+    for other in (5, "x", [None], {"type": 5}):
+        for body in replaced(RICH[path], other):
+            answer = await client.post(path, json=body)
+            assert answer.status_code in (200, 400, 404), (answer.text, body)
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize", "/detokenize", "/v1/models"])

@@ -6,7 +6,8 @@ import struct
 
 import pytest
 
-from penstock.api.schema import MAX_INPUTS, MAX_PROMPTS
+from penstock.api.embeddings import MAX_INPUTS
+from penstock.api.schema import MAX_PROMPTS
 from penstock.core.errors import EngineFailure
 from penstock.service.embedding import EmbeddingDefaults
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.api.schema import ChatBody, parse, service_level
+from penstock.api.chat import ChatBody
+from penstock.api.schema import parse, service_level
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.service_level import ServiceLevel
 

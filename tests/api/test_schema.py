@@ -9,18 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.api.chat import ChatBody
+from penstock.api.completions import CompletionBody
 from penstock.api.http import tenant_name
-from penstock.api.schema import (
-    NOT_YET,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    field_table,
-    parse,
-    prompts_of,
-    sampling_params,
-)
+from penstock.api.schema import NOT_YET, field_table, parse, prompts_of, sampling_params
+from penstock.api.tokenize import DetokenizeBody, TokenizeBody
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.sampling import SamplingParams
 from penstock.core.structured_outputs import StructuredOutputs

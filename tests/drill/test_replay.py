@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.schema import CompletionBody, parse, sampling_params
+from penstock.api.completions import CompletionBody
+from penstock.api.schema import parse, sampling_params
 from penstock.bench.client import Client
 from penstock.cli.main import main
 from penstock.core.clock import SystemClock

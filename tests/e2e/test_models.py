@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import openai
@@ -13,6 +16,7 @@ import pytest
 
 from penstock.service.checkpoint import DEMO as DEMO_FOLDER
 from tests.e2e.test_apply import apply, ready
+from tests.e2e.test_fleet import joined
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.deployments import DEMO, PACED, deployed
 from tests.helpers.waiting import eventually
@@ -22,15 +26,21 @@ CHAT = [{"role": "user", "content": "What is a list?"}]
 NAMES = ["demo", "tiny", "other"]
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory):
-    """Demo and a random model of another geometry, with the demo's tokens; two frontends for both. Who kills a part
-    waits for it to serve again."""
-    folder = tmp_path_factory.mktemp("other")
+def checkpoint(folder):
+    """A random model of another geometry than the demo's, with its tokens."""
+    folder.mkdir(exist_ok=True)
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
     write_checkpoint(folder, "llama", vocab_size=config["vocab_size"], eos_token_id=config["eos_token_id"])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory):
+    """Demo and a random model of another geometry, with the demo's tokens; two frontends for both. Who kills a part
+    waits for it to serve again."""
+    folder = checkpoint(tmp_path_factory.mktemp("other"))
     engine = DEMO | {"max-model-len": 1024}
     content = {
         "frontends": 2,
@@ -261,3 +271,62 @@ def test_one_that_fails_for_good_leaves_the_other():
         assert [card["id"] for card in httpx.get(up.url + "/v1/models").json()["data"]] == ["a", "b"]
         up.kill("b/engine-0")
         assert up.process.wait(60) == 1
+
+
+def free_ports(count):
+    """The first of so many in a row."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            probe = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            first = probe.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for more in range(1, count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", first + more)))
+                return first
+
+
+@pytest.mark.slow
+def test_a_host_joins_one_of_them_by_the_port_of_its_master(tmp_path):
+    """It adds instances to that model alone; when its launcher is killed that model goes on, and the other never sees
+    any of it. Who comes to the master of the other model is told so."""
+    cluster = {"host": "127.0.0.1", "port": free_ports(2), "secret": "of these hosts"}
+    common = {"policy": "round_robin", "transport": {"kind": "tcp"}}
+    other = checkpoint(tmp_path / "other")
+    models = [
+        {"name": "a", "model": str(other), "engine": DEMO | {"max-model-len": 1024}, "instances": [{}]} | common,
+        {"name": "b", "model": "demo", "engine": PACED, "instances": [{}]} | common,
+    ]
+    (tmp_path / "hosts").mkdir()
+    join = partial(joined, tmp_path / "hosts", cluster=cluster, engine=PACED, **common)
+    with deployed({"models": models, "cluster": cluster}) as up:
+        masters = [f"127.0.0.1:{cluster['port'] + number}" for number in range(2)]
+        before = up.pids()
+
+        def names(model):
+            rows = httpx.get(f"{up.url}/health?model={model}").json()["instances"]
+            return {row["name"] for row in rows if row["state"] == "ready"}
+
+        with join(masters[1], instances=[{"name": "far", "count": 2}]) as far:
+            eventually(lambda: names("b") == {"b/engine-0", "far-0", "far-1"}, 90, lambda: up.log() + far.log())
+            assert names("a") == {"a/engine-0"}
+            eventually(lambda: where(up, "b") == {"b/engine-0", "far-0", "far-1"}, 30, up.log)
+            assert where(up, "a") == {"a/engine-0"}
+            with join(masters[0], instances=[{"name": "wrong"}]) as wrong:
+                wrong.wait_for("its checkpoint is another one than that of")
+                assert wrong.process.wait(60) == 2
+            with ThreadPoolExecutor(8) as pool:
+                asked = [(name, pool.submit(ask, up, name, max_tokens=100)) for name in ("a", "b") * 12]
+                eventually(lambda: up.metric("num_requests_running", engine="far-0") > 0, 30, up.log)
+                far.process.kill()
+                answers = {name: {text(answer.result()) for each, answer in asked if each == name} for name in "ab"}
+            assert [len(texts) for texts in answers.values()] == [1, 1]
+            eventually(lambda: names("b") == {"b/engine-0"}, 60, up.log)
+        assert where(up, "b") == {"b/engine-0"}
+        assert up.pids() == before
+
+
+def where(up, model):
+    """Instances at which some requests of a model run."""
+    requests = [ask(up, model).headers["x-request-id"] for _ in range(6)]
+    told = [httpx.get(f"{up.url}/explain/{request}").json()["sequences"] for request in requests]
+    return {sequence["placements"][0]["prefill"] for (sequence,) in told}
