@@ -28,7 +28,7 @@ def obstacle(model: Decoder) -> str | None:
         return f"there are no such graphs on {model.device.type}"
     if (reason := triton.missing()) is not None:
         return reason
-    if model.shard.ranks is not None:
+    if model.shard.ranks is not None or model.shard.stages > 1:
         return "ranks are not captured yet"
     if other := [name for name in KERNELS if ops.OPS[name].backend_on("cuda").name != "triton"]:
         return f"{', '.join(other)} computed by other backends"
