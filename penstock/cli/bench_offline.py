@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # flags that go to the engine as they are; one that is not given leaves the engine's default
 ENGINE_FLAGS = (
     *("dtype", "quantization", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
-    *("isa", "graph_mode", "kv_address_mode", "kv_layout", "kv_cache_dtype", "tensor_parallel_size"),
+    *("isa", "graph_mode", "kv_address_mode", "kv_layout", "kv_cache_dtype"),
+    *("tensor_parallel_size", "pipeline_parallel_size"),
 )
 
 
@@ -121,7 +122,8 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("PENSTOCK_ISA"),
         help="instruction set whose kernels are used, such as avx2 (default: PENSTOCK_ISA, or the best one)",
     )
-    add_flag(group, "tensor-parallel-size", integer(1), help="ranks that the model is spread over")
+    add_flag(group, "tensor-parallel-size", integer(1), help="ranks that every layer is spread over")
+    add_flag(group, "pipeline-parallel-size", integer(1), help="stages of so many ranks, each with some of the layers")
     add_flag(group, "temperature", between(0, 2), default=0.0)
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
 

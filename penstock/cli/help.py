@@ -47,7 +47,14 @@ FLAGS = {  # of penstock serve: title -> names
         "max-num-batched-tokens",
         "step-time-limit-ms",
     ),
-    "device": ("device", "isa", "tensor-parallel-size", "gpu-memory-utilization", "enable-sleep-mode"),
+    "device": (
+        "device",
+        "isa",
+        "tensor-parallel-size",
+        "pipeline-parallel-size",
+        "gpu-memory-utilization",
+        "enable-sleep-mode",
+    ),
     "KV cache": (
         "kv-cache-dtype",
         "kv-cache-memory",

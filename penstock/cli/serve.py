@@ -31,6 +31,7 @@ from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
 from penstock.core.device import QUANTIZATIONS
 from penstock.core.layout import KV_DTYPES
+from penstock.core.parallel import MOST_RANKS
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.sched.local import LOCAL_POLICIES, speculation
@@ -39,7 +40,6 @@ from penstock.text.reasoning import REASONING
 from penstock.text.tools import PARSERS as TOOL_PARSERS
 
 ENGINE = "engine-0"  # its instance's name
-MOST_RANKS = 64
 
 
 def device(name: str) -> str:
@@ -109,6 +109,12 @@ ENGINE_OPTIONS = (
         integer(1, MOST_RANKS),
         1,
         "ranks that every layer is spread over: processes, each with its share of the cores",
+    ),
+    Option(
+        "pipeline-parallel-size",
+        integer(1, MOST_RANKS),
+        1,
+        "stages of so many ranks, each with some of the layers; as many steps are on their way as there are stages",
     ),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),

@@ -108,7 +108,7 @@ def _check_engines(deployments: Sequence[Deployment]) -> None:
     for deployment, group in real:
         directory = find_checkpoint(deployment.model)
         check_engine(EngineOptions(**engine_options(directory, dict(group.options))), torch.device(group.device))
-        read_architecture(directory, group.ranks, group.options["max_model_len"], group.options["quantization"])
+        read_architecture(directory, group.layout, group.options["max_model_len"], group.options["quantization"])
 
 
 def read(file: str, text: str, overrides: dict[str, Any] | None = None, common: Common | None = None) -> Deployment:

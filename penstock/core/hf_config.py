@@ -39,11 +39,6 @@ MOST = {
     "decoder_sparse_step": 10_000,
     "first_k_dense_replace": 10_000,
     "moe_layer_freq": 10_000,
-    "q_lora_rank": 1 << 20,
-    "kv_lora_rank": 1 << 20,
-    "qk_rope_head_dim": 1 << 14,
-    "qk_nope_head_dim": 1 << 14,
-    "v_head_dim": 1 << 14,
 }
 
 

@@ -1,5 +1,5 @@
-"""The blocks of a cache as bytes in the host's memory, each in one, for what cannot reach a device's, or puts together
-what ranks have: files, and stores elsewhere."""
+"""The blocks of a cache as bytes in the host's memory, each in one, for what cannot reach a device's: files, and
+stores elsewhere."""
 
 from __future__ import annotations
 
@@ -73,56 +73,6 @@ class InPlace:
         return memoryview((ctypes.c_ubyte * self.block_bytes).from_address(address)).cast("B")
 
 
-class Gathered:
-    """Of ranks' caches in the host's memory: each block is the parts of all of them, one behind the other.
-
-    Args:
-        cache: of this rank.
-        others: the other ranks' parts of the same blocks, of the same layout; their owner may close them at any time.
-    """
-
-    def __init__(self, cache: KVCache, others: Sequence[PoolMemory]) -> None:
-        assert cache.slots.is_cpu
-        self._part_bytes = cache.layout.block_bytes
-        self.block_bytes = self._part_bytes * (1 + len(others))
-        self.most = max(1, STAGED_BYTES // self.block_bytes)
-        self._cache: KVCache | None = cache
-        self._held = [memory.held() for memory in others]
-        self._memory = PoolMemory.anonymous(self.most, self.block_bytes)
-
-    def of(self, blocks: Sequence[int]) -> list[memoryview]:
-        size, place = self._part_bytes, self._memory.address
-        for block in blocks:
-            for part in self._parts(block):
-                ctypes.memmove(place, part, size)
-                place += size
-        return self.into(blocks)
-
-    def into(self, blocks: Sequence[int]) -> list[memoryview]:
-        assert len(blocks) <= self.most
-        return [self._memory.block(place) for place in range(len(blocks))]
-
-    def arrived(self, blocks: Sequence[int]) -> None:
-        size, place = self._part_bytes, self._memory.address
-        for block in blocks:
-            for part in self._parts(block):
-                ctypes.memmove(part, place, size)
-                place += size
-
-    def close(self) -> None:
-        if self._cache is not None:
-            self._cache = None
-            self._memory.close()
-            self._held.clear()
-
-    def _parts(self, block: int) -> list[int]:
-        """Addresses of a block's parts, by rank."""
-        assert self._cache is not None
-        assert 0 <= block < len(self._cache.blocks), f"block {block} of {len(self._cache.blocks)}"
-        begins = self._cache.slots.data_ptr(), *map(ctypes.addressof, self._held)
-        return [begin + block * self._part_bytes for begin in begins]
-
-
 class Staged:
     """Of a cache on a CUDA device, by way of memory that its copy engines reach beside its steps."""
 
@@ -175,13 +125,7 @@ class Staged:
         self._memory.close()
 
 
-def views_of(cache: KVCache, others: Sequence[PoolMemory] = ()) -> BlockViews:
-    """
-    Args:
-        others: see `Gathered`.
-    """
-    if others:
-        return Gathered(cache, others)
+def views_of(cache: KVCache) -> BlockViews:
     return InPlace(cache) if cache.slots.is_cpu else Staged(cache)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from penstock.core.clock import Clock
 from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
+from penstock.core.parallel import PIPELINE, TENSOR
 from penstock.core.plan import StepPlan
 from penstock.engine.cache import KVCache
 from penstock.engine.calibration import trial
@@ -31,7 +31,7 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
-from penstock.nn.linear import Linear
+from penstock.nn.linear import WHOLE, Linear
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
@@ -39,7 +39,6 @@ from penstock.sched.local.lane import Lane
 from penstock.sched.local.limits import tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
-from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, ledger_of, memfd_pool
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Built:
     def trial(self) -> Callable[[StepPlan], object]:
         """Runs plans outside of the engine, while it has no work: in blocks of their own, or, where several ranks must
         have the same, in the first of its cache."""
-        if self.worker.shard.size == 1:
+        if self.worker.shard == WHOLE:
             return trial(self.worker.runner.forward)
         return lambda plan: self.engine.executor.launch(plan).result()
 
@@ -100,13 +99,13 @@ def check_engine(options: EngineOptions, device: torch.device) -> None:
         raise ConfigError("kv-address-mode: 'contiguous', on a CUDA device only table is there", "kv-address-mode")
     if device.type == "cpu":  # else it is a matter of the memory that is free
         check_host_tier(options.host_cache_memory, device)
-    check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.tensor_parallel_size)
+    check_disk_tier(options.disk_cache, options.disk_cache_size, device, options.layout.group_size)
     tier_blocks(options.host_cache_memory, 1, prefix_cache=options.prefix_cache)
     _disk_blocks(options, 1)
     if options.remote_cache is not None:
         from penstock.engine.remote_tier import check_remote_tier  # others need no store's libraries
 
-        ranks, prefix_cache = options.tensor_parallel_size, options.prefix_cache
+        ranks, prefix_cache = options.layout.group_size, options.prefix_cache
         check_remote_tier(options.remote_cache, device.type, ranks, prefix_cache=prefix_cache)
 
 
@@ -139,9 +138,8 @@ def build_engine(
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0
     if options.kv_cache_memory is not None and not promised:  # without the model, which takes long to load
         check_asked(_on_one_device(options.kv_cache_memory, options, device), device)
-    if _gathers(options) and options.kv_address_mode == "auto":
-        # a rank with virtual ranges may still clear blocks when rank 0 has ended the step, and loads others into them
-        options = replace(options, kv_address_mode="table")
+    if options.layout.group_size > 1 and options.kv_address_mode == "auto":
+        options = replace(options, kv_address_mode="table")  # a block is of all ranks; no other rank knows of ranges
     others = _start_ranks(options, device, open_pool, peers)
     try:
         return _build(options, clock, open_pool, promised, speculation, others, progress, peers)
@@ -163,12 +161,13 @@ def _build(
     progress: Report | None,
     peers: WeightManager | None,
 ) -> Built:
-    asked, size = options.kv_cache_memory, options.tensor_parallel_size
+    asked, size = options.kv_cache_memory, options.layout.group_size
     worker = Worker(options, None if others is None else others.join(), progress, peers)
     model, layout, budget, wanted = worker.model, worker.layout, worker.budget, worker.max_model_len
     windows = windows_of(layout.groups)
     slots = tier_blocks(options.host_cache_memory, layout.block_bytes, prefix_cache=options.prefix_cache)
-    block_bytes = layout.block_bytes * size
+    parts = size if model.device.type == "cuda" else 1  # that a block has, each in a memory of its own
+    block_bytes = layout.block_bytes * parts
     on_disk = _disk_blocks(options, block_bytes)
     if asked is not None:
         check_asked(_on_one_device(asked - asked % block_bytes, options, model.device), model.device, promised)
@@ -176,7 +175,7 @@ def _build(
     if others is not None:
         room.append(others.room())
     num_blocks, model_len = size_cache(
-        available=asked or promised or min(room) * size,
+        available=asked or promised or min(room) * parts,
         block_bytes=block_bytes,
         max_sequences=options.max_num_seqs,
         model_len=wanted,
@@ -187,21 +186,16 @@ def _build(
     )
     if model_len < wanted:
         log.warning("sequences are cut to %d of %d tokens: no more KV cache fits", model_len, wanted)
-    parts: Sequence[PoolMemory] = ()
-    if others is not None:
-        parts = others.open(num_blocks, model_len, layout if _gathers(options) else None)
     worker.open(num_blocks, model_len, open_pool)
+    cache, pool = worker.runner.cache, worker.pool
     if others is not None:
+        others.open(num_blocks, model_len, None if pool is None else pool.memory)
         others.opened()
-    cache, pool, runner = worker.runner.cache, worker.pool, worker.runner
     blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=windows[0] is not None)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
-    with ExitStack() as stack:
-        for part in parts:
-            stack.callback(part.close)  # a tier keeps the memory that it uses
-        lanes, movers, store = _open_tiers(options, cache, slots, on_disk, worker.files, parts)
+    lanes, movers, store = _open_tiers(options, cache, slots, on_disk, worker.files)
     scheduler = Scheduler(
         limits,
         blocks,
@@ -212,12 +206,13 @@ def _build(
         speculation=speculation,
         windows=windows,
         tail_interval=options.tail_key_interval,
+        stages=options.pipeline_parallel_size,
     )
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "
         "steps up to %d tokens",
         type(model).__name__,
-        model.device if size == 1 else f"{size} ranks of {model.device.type}",
+        model.device if size == 1 else f"{options.layout} of {model.device.type}",
         layout.dtype,
         num_blocks,
         num_blocks * block_bytes / 2**20,
@@ -228,46 +223,47 @@ def _build(
         budget.high,
     )
     worker.save_weights()
-    inline = InlineExecutor(
-        runner, clock, ahead=options.async_scheduling, short=SHORT if model.device.type == "cpu" else 0.0
-    )
-    if inline.thread is not None:
-        runner.computing = inline.thread.bell.computing
-    executor: Executor = inline if others is None else others.executor(inline)
+    executor = _executor(worker, clock, others)
     found = budget if budget.tokens < budget.high else None
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 
 
-def _gathers(options: EngineOptions) -> bool:
-    """Whether there is a tier to which the parts of all ranks are copied together."""
-    return options.tensor_parallel_size > 1 and not (options.disk_cache is None and options.remote_cache is None)
+def _executor(worker: Worker, clock: Clock, others: RankProcesses | None) -> Executor:
+    """Of this process's worker, and of the other ranks."""
+    runner = worker.runner
+    if others is not None and worker.shard.stages > 1:
+        return others.pipeline(runner, clock)
+    short = SHORT if runner.device.type == "cpu" else 0.0
+    inline = InlineExecutor(runner, clock, ahead=worker.options.async_scheduling, short=short)
+    if inline.thread is not None:
+        runner.computing = inline.thread.bell.computing
+    return inline if others is None else others.executor(inline)
 
 
 def _open_tiers(
-    options: EngineOptions, cache: KVCache, slots: int, on_disk: int, files: str, parts: Sequence[PoolMemory]
+    options: EngineOptions, cache: KVCache, slots: int, on_disk: int, files: str
 ) -> tuple[list[Lane], dict[str, TierBelow], str]:
     """Those that are asked for, what carries blocks to them, and the name of the remote one. Raises ConfigError.
 
     Args:
         slots: of the one in the host's memory; `on_disk`: of that on a disk.
         files: see `Worker`.
-        parts: of the blocks, that the other ranks have.
     """
     lanes, movers, store = list[Lane](), dict[str, TierBelow](), ""
     if slots:
         lanes.append(Lane(Tier(slots), mirrors=True))
         movers["host"] = open_host_tier(cache, slots)
     if options.disk_cache is not None:
-        below = open_disk_tier(cache, options.disk_cache, on_disk, files, parts)
+        below = open_disk_tier(cache, options.disk_cache, on_disk, files, options.tensor_parallel_size)
         if below is not None:
             lanes.append(Lane(below.tier, below.block_seconds))
             movers["disk"] = below.mover
     if options.remote_cache is not None:
         from penstock.engine.remote_tier import open_remote_tier
 
-        remote = open_remote_tier(cache, options.remote_cache, parts)
+        remote = open_remote_tier(cache, options.remote_cache, options.tensor_parallel_size)
         lanes.append(Lane(SharedTier(), remote.block_seconds))
         movers["remote"], store = remote.mover, remote.name
     return lanes, movers, store
@@ -277,23 +273,22 @@ def _start_ranks(
     options: EngineOptions, device: torch.device, open_pool: OpenPool, peers: WeightManager | None
 ) -> RankProcesses | None:
     """All but this one, which load their shards meanwhile; None where there are no others. Raises ConfigError."""
-    size = options.tensor_parallel_size
+    layout, size = options.layout, options.layout.group_size
     if size == 1:
         return None
-    what = f"tensor-parallel-size: {size}"
+    field, count = (PIPELINE, layout.pipeline) if layout.pipeline > 1 else (TENSOR, layout.tensor)
+    what = f"{field}: {count}"
     if device.type == "cuda":
         if options.device not in (None, "cuda"):
             raise ConfigError(f"device: {options.device!r}, with {what} allowed is cuda", "device")
         if size > (found := torch.cuda.device_count()):
-            raise ConfigError(f"{what}, this machine has {found} CUDA devices", "tensor-parallel-size")
+            raise ConfigError(f"{what}, {layout} are {size} ranks, this machine has {found} CUDA devices", field)
         if options.host_cache_memory is not None:
             raise ConfigError(f"host-cache-memory with {what} is not supported yet", "host-cache-memory")
     if options.kv_address_mode == "contiguous":
         raise ConfigError(f"{what} with kv-address-mode contiguous is not supported", "kv-address-mode")
     if (reason := native.missing()) is not None:
-        raise ConfigError(f"{what} needs the kernels, {reason}", "tensor-parallel-size")
-    if open_pool is not memfd_pool:
-        raise ConfigError(f"{what} with blocks in a KV pool server is not supported yet", "tensor-parallel-size")
+        raise ConfigError(f"{what} needs the kernels, {reason}", field)
     from penstock.engine.executor.processes import RankProcesses
 
     threads = max(1, torch.get_num_threads() // size)
@@ -310,7 +305,7 @@ def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:
 
 def _on_one_device(memory: int, options: EngineOptions, device: torch.device) -> int:
     """Of so many bytes of all ranks; those of a CPU have one memory."""
-    return memory if device.type == "cpu" else memory // options.tensor_parallel_size
+    return memory if device.type == "cpu" else memory // options.layout.group_size
 
 
 def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool, *, windowed: bool) -> BlockPool:
@@ -339,6 +334,10 @@ def _shape(model: Decoder) -> ModelShape:
     )
     if not model.quantised:
         return shape
-    layers = sum(part.weight_bytes for part in model.model.layers.modules() if isinstance(part, Linear))
+    own, count = model.model.layers, config.num_layers / len(model.model.layers)
+    layers = sum(part.weight_bytes for part in own.modules() if isinstance(part, Linear)) * model.shard.size * count
+    shape = replace(shape, layer_bits=8 * layers / shape.layer_params)
+    if not model.shard.is_last:  # a head is rarely quantised
+        return shape
     head = model.head.weight_bytes / model.head.weight.shape[0] / shape.hidden
-    return replace(shape, layer_bits=8 * layers * model.shard.size / shape.layer_params, head_bits=8 * head)
+    return replace(shape, head_bits=8 * head)

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from penstock.kv.ranges import Change, Ranges
 from penstock.nn.batch import to_device
 from penstock.nn.config import DTYPES, DecoderConfig
 from penstock.nn.kv import KVLayers, LayerKV
+from penstock.nn.linear import WHOLE, Shard
 
 if TYPE_CHECKING:
     from penstock.transfer.memory import PoolMemory
@@ -54,6 +56,7 @@ def make_layout(
     kv_cache_dtype: str = "auto",
     *,
     ranks: int = 1,
+    layers: range | None = None,
 ) -> KVLayout:
     """How a model's KV lies in a block.
 
@@ -62,40 +65,65 @@ def make_layout(
         model: the checkpoint's digest.
         kv_cache_dtype: that it is stored in, a name in KV_DTYPES.
         ranks: that heads are spread over, of each of which this is the layout.
+        layers: of which it is; None is all.
     """
     computed = str(dtype).removeprefix("torch.")
     stored = KV_DTYPES[kv_cache_dtype]
     groups = config.kv_groups(computed if stored == "auto" else stored, ranks)
+    if layers is not None:
+        groups = tuple(replace(group, layers=tuple(i for i in group.layers if i in layers)) for group in groups)
     exact = bytes_per_block(groups)
     return KVLayout(model=model, order=order, dtype=computed, groups=groups, block_bytes=-(-exact // PAGE) * PAGE)
 
 
-def as_layers(memory: Tensor, layout: KVLayout) -> KVLayers:
-    """[bytes] of whole blocks -> each layer's K and V in its group's, in place."""
+def layers_of(layout: KVLayout, part: Shard) -> range:
+    """Which of a layout's layers a shard has."""
+    layers = sorted(layer for group in layout.groups for layer in group.layers)
+    own = part.layers(len(layers))
+    return range(layers[own.start], layers[own.stop - 1] + 1)
+
+
+def heads_of(group: KVGroup, part: Shard) -> slice:
+    """Which heads of a group a shard has; where there are fewer than shards, several have the same."""
+    each = max(1, group.kv_heads // part.size)
+    first = part.rank * group.kv_heads // part.size
+    return slice(first, first + each)
+
+
+def as_layers(memory: Tensor, layout: KVLayout, part: Shard = WHOLE) -> KVLayers:
+    """[bytes] of whole blocks -> the K and V of each layer that a shard has, in its group's blocks, in place."""
     found: dict[int, LayerKV] = {}
+    own = layers_of(layout, part)
     for number, group in enumerate(layout.groups):
+        heads = heads_of(group, part)
         values = _as_heads(memory, layout, group, 0, STORED[group.dtype], group.head_dim)
         scales = None
         if group.scale_bytes:
             end = group.heads_per_token * BLOCK_TOKENS * group.head_dim * values.itemsize
             scales = _as_heads(memory, layout, group, end, torch.float32, 1)[..., 0]
         for place, layer in enumerate(group.layers):
-            found[layer] = LayerKV(
-                values[:, place], None if scales is None else scales[:, place], number, group.value_dim
-            )
-    return KVLayers(found[i] for i in range(len(found)))
+            if layer in own:
+                these = None if scales is None else scales[:, place, :, heads]
+                found[layer] = LayerKV(values[:, place, :, heads], these, number, group.value_dim)
+    return KVLayers(found[i] for i in sorted(found))
 
 
-def as_places(slots: Tensor, layout: KVLayout) -> Iterator[Tensor]:
-    """[slots, bytes] -> all that is kept of each token, in place: for every group of layers its values, and its scales,
-    as whole numbers of their size, [slots, layers, kinds, kv_heads, BLOCK_TOKENS, width]."""
+def as_places(slots: Tensor, layout: KVLayout, part: Shard = WHOLE) -> Iterator[Tensor]:
+    """[slots, bytes] -> all that a shard keeps of each token, in place: for every group of layers its values, and its
+    scales, as whole numbers of their size, [slots, layers, kinds, kv_heads, BLOCK_TOKENS,
+    width]."""
     memory = slots.view(-1)
+    own = layers_of(layout, part)
     for group in layout.groups:
-        size = VALUE_BYTES[group.dtype]
-        yield _as_heads(memory, layout, group, 0, _WHOLE[size], group.head_dim)
+        size, heads = VALUE_BYTES[group.dtype], heads_of(group, part)
+        places = [place for place, layer in enumerate(group.layers) if layer in own]
+        if not places:
+            continue
+        layers = slice(places[0], places[-1] + 1)  # which follow one another, as a stage's do
+        yield _as_heads(memory, layout, group, 0, _WHOLE[size], group.head_dim)[:, layers, :, heads]
         if group.scale_bytes:
             end = group.heads_per_token * BLOCK_TOKENS * group.head_dim * size
-            yield _as_heads(memory, layout, group, end, _WHOLE[group.scale_bytes], 1)
+            yield _as_heads(memory, layout, group, end, _WHOLE[group.scale_bytes], 1)[:, layers, :, heads]
 
 
 def _as_heads(memory: Tensor, layout: KVLayout, group: KVGroup, start: int, dtype: torch.dtype, width: int) -> Tensor:
@@ -122,22 +150,33 @@ class KVCache:
         direct: kernels find blocks where the plan says they are: a step without fresh blocks and copies needs no
             `prepare`, and one without `computed` no `settle`.
         prefaulter: has the memory of coming blocks found; None where all of it is there.
+        part: which layers and heads of a block are this one's; other ranks have the others in the same memory.
+        meets: whether ranks have some of them in common, so that none may begin to write before all have cleared.
         computed: marks on a CUDA device that the last step which `settle` has seen is computed; None without listeners.
     """
 
     address_mode = "table"
     direct = True
 
-    def __init__(self, memory: Tensor, layout: KVLayout, num_blocks: int, prefaulter: Prefaulter | None = None) -> None:
+    def __init__(
+        self,
+        memory: Tensor,
+        layout: KVLayout,
+        num_blocks: int,
+        prefaulter: Prefaulter | None = None,
+        part: Shard = WHOLE,
+    ) -> None:
         """`memory` is [bytes]."""
         self.prefaulter = prefaulter
+        self.part = part
+        self.meets = any(group.kv_heads < part.size for group in layout.groups)
         self.computed: torch.cuda.Event | None = None
         self.layout = layout
         self._num_blocks = num_blocks
         self._hold(memory)
 
     def _hold(self, memory: Tensor) -> None:
-        self.layers = as_layers(memory, self.layout)
+        self.layers = as_layers(memory, self.layout, self.part)
         self.slots = memory.view(-1, self.layout.block_bytes)
         self.blocks = self.slots[: self._num_blocks]
 
@@ -148,9 +187,9 @@ class KVCache:
         return cls(memory, layout, num_blocks)
 
     @classmethod
-    def over_pool(cls, layout: KVLayout, memory: PoolMemory) -> KVCache:
+    def over_pool(cls, layout: KVLayout, memory: PoolMemory, part: Shard = WHOLE) -> KVCache:
         arena = Arena(memory, 0)
-        return cls(_tensor(arena), layout, memory.num_blocks, Prefaulter(arena))
+        return cls(_tensor(arena), layout, memory.num_blocks, Prefaulter(arena), part)
 
     def block(self, block: int) -> Tensor:
         """All of one block, [bytes], in place."""
@@ -199,7 +238,12 @@ class KVCache:
         """Raise AssertionError unless everything is accounted for."""
 
     def _clear(self, slots: Sequence[int]) -> None:
-        if self.slots.is_cpu:
+        if slots and self.part != WHOLE:
+            for tensor in as_places(self.slots, self.layout, self.part):
+                places = tensor.numpy()
+                for slot in slots:
+                    places[slot] = 0
+        elif self.slots.is_cpu:
             for slot in slots:  # not by torch, whose threads would still spin when the step's kernels begin
                 row = self.slots[slot]
                 ctypes.memset(row.data_ptr(), 0, row.nbytes)
@@ -208,7 +252,7 @@ class KVCache:
 
     def _copy(self, copies: Sequence[TailCopy]) -> None:
         for source, target, tokens in copies:
-            for tensor in as_places(self.slots, self.layout):
+            for tensor in as_places(self.slots, self.layout, self.part):
                 places: Any = tensor.numpy() if tensor.is_cpu else tensor  # not by torch, as when clearing
                 places[target][..., tokens:, :] = 0
                 if source != target:

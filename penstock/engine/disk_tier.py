@@ -3,9 +3,7 @@
     blocks   slots of one block each
     index    a record for each slot: what lies there, and its checksum
 
-These are in a folder of the engine's own, in which only engines like it find anything (`engine.disk_folders`). Where
-ranks share a model, a slot has the parts of all of them, one behind the other. Rank 0 maps the memory of the others, so
-that a copy is whole, or is not, for all of them at once.
+These are in a folder of the engine's own, in which only engines like it find anything (`engine.disk_folders`).
 
 Which copy goes is decided block by block (`kv.tier`), so a slot is overwritten where it is: a log that drops its oldest
 segments would drop the beginnings of prompts first, behind which all the rest is found. A slot's record is voided
@@ -43,7 +41,6 @@ from penstock.kv.connector import Move
 from penstock.kv.groups import BESIDE
 from penstock.kv.tier import Kept, Tier
 from penstock.transfer.files import DIRECT, FAILS, FULL, opened, read_all, write_all
-from penstock.transfer.memory import PoolMemory
 
 log = logging.getLogger("penstock.engine")
 OPTION, SIZE_OPTION = "disk-cache", "disk-cache-size"
@@ -120,10 +117,9 @@ class DiskSlots:
         cache: whose blocks are copied.
         directory: in which its folder is.
         weights: tells those of the layout's `model` from what the same files had in them at another time.
-        others: the other ranks' parts of the same blocks; see `block_views.Gathered`.
+        ranks: that every layer is spread over, which decides the last bits of what is computed.
 
     Attributes:
-        block_bytes: of all parts.
         folder: of this engine alone.
         block_seconds: that reading a block took at the start.
 
@@ -131,10 +127,8 @@ class DiskSlots:
         OSError: the directory cannot be used.
     """
 
-    def __init__(
-        self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
-    ) -> None:
-        self._views = views_of(cache, others)
+    def __init__(self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", ranks: int = 1) -> None:
+        self._views = views_of(cache)
         self.block_bytes = size = self._views.block_bytes
         self._num_slots = num_slots
         self._buffer = mmap.mmap(-1, size)
@@ -142,7 +136,7 @@ class DiskSlots:
         self._held = -1  # the slot whose content is there
         with ExitStack() as stack:
             stack.callback(self._views.close)
-            folder = Folder(directory / _name(cache, weights, 1 + len(others)))
+            folder = Folder(directory / _name(cache, weights, ranks))
             stack.callback(folder.close)
             self.folder = folder.path
             self._leftovers = Leftovers(directory, self.folder, num_slots * size)
@@ -239,16 +233,16 @@ class DiskSlots:
 
 
 def open_disk_tier(
-    cache: KVCache, directory: str, num_slots: int, weights: str = "", others: Sequence[PoolMemory] = ()
+    cache: KVCache, directory: str, num_slots: int, weights: str = "", ranks: int = 1
 ) -> DiskTier | None:
     """Open the tier below a cache, with so many slots and what an engine before this one has left in them. None when
     the disk fails: then all is computed. Raises ConfigError when the directory cannot be used.
 
     Args:
-        weights, others: see `DiskSlots`.
+        weights, ranks: see `DiskSlots`.
     """
     try:
-        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights, others)
+        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights, ranks)
     except (OSError, RuntimeError) as error:  # as where there is no such user
         reason = getattr(error, "strerror", None) or str(error)
         if getattr(error, "errno", None) in FAILS:
@@ -285,7 +279,7 @@ def check_disk_tier(directory: str | None, size: int | None, device: torch.devic
             raise ConfigError(f"{SIZE_OPTION}: {size / 2**30:.1f} GiB, allowed only with {OPTION}", SIZE_OPTION)
         return
     if device.type != "cpu" and ranks > 1:
-        what = f"on {device.type} with tensor-parallel-size {ranks}"
+        what = f"on {device.type} with {ranks} ranks"
         raise ConfigError(f"{OPTION}: {directory!r}, not supported yet {what}, allowed with 1, or on a CPU", OPTION)
 
 

@@ -135,6 +135,7 @@ class Engine:
         self._prefaulter = prefaulter
         self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
+        self._ended = -inf  # the last that has
         self._stopped = False  # the last of them was told to end early
         self._called_at: float | None = None  # when something online came, if what is in flight was let be
         self.look_again_at = inf
@@ -190,9 +191,10 @@ class Engine:
             if self.scheduler.interrupts:
                 self._make_way()
                 return None  # what has to end for something online, now or when it is late, may have nothing behind it
-            if self._stopped or not self.executor.ahead or len(self._flying) > 1:
+            stages = self.scheduler.stages
+            if self._stopped or not self.executor.ahead or len(self._flying) >= max(2, stages):
                 return None
-            if not self.ended and (early := self._delay() - LEAD) > 0:
+            if stages == 1 and not self.ended and (early := self._delay() - LEAD) > 0:
                 # what comes meanwhile is still in time for the next step
                 self.look_again_at = min(self.look_again_at, self._clock.now() + early)
                 return None
@@ -290,9 +292,10 @@ class Engine:
         self._order_moves()
         self.steps += 1
         took = ran.ended - ran.began
-        self.busy += took
+        self.busy += ran.ended - max(ran.began, self._ended)  # of steps that overlap, in stages, the time once
+        self._ended = ran.ended
         if self._free_since is not None:
-            self.idle += ran.began - self._free_since
+            self.idle += max(0.0, ran.began - self._free_since)
         self._free_since = ran.ended if self.has_work else None
         if not self.has_work:
             self.at_work = ()

@@ -9,6 +9,7 @@ import torch
 from penstock.core.device import QUANTIZATIONS
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
+from penstock.core.parallel import Layout
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.nn.config import DTYPES
@@ -47,6 +48,7 @@ class EngineOptions:
         async_scheduling: whether the next step is scheduled while one runs (sched/local/steps.py).
         isa: the instruction set whose kernels a CPU computes with (nn/native/isa.py); None takes the best that it has.
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
+        pipeline_parallel_size: stages of so many ranks, each of which has some of the layers.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
         quantization: what a plain checkpoint is quantised to, a name in `core.device.QUANTIZATIONS`; "auto" leaves it
             as it is.
@@ -80,12 +82,18 @@ class EngineOptions:
     isa: str | None = None
     quantization: str = "auto"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """Of the ranks of this engine. Raises ConfigError."""
+        return Layout(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
 
 
 def check_options(options: EngineOptions) -> None:
     """Ranges, in the flags' names. Raises ConfigError."""
+    _ = options.layout  # which has ranges of its own
     ranges = {
-        "tensor-parallel-size": (options.tensor_parallel_size, 1, 64),
         "max-num-seqs": (options.max_num_seqs, 1, 65536),
         "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),
         "tail-key-interval": (options.tail_key_interval, 0, BLOCK_TOKENS - 1),

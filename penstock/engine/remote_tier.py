@@ -17,7 +17,6 @@ from penstock.engine.mover import Complaints, Mover
 from penstock.kv.connector import Move
 from penstock.kv.keys import KEY_BYTES
 from penstock.transfer.block_store import BlockStore
-from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:  # an engine of a modelled device has none of it
     from penstock.engine.block_views import BlockViews
@@ -159,20 +158,20 @@ class StoreCopier:
         return result
 
 
-def open_remote_tier(cache: KVCache, url: str, others: Sequence[PoolMemory] = ()) -> RemoteTier:
+def open_remote_tier(cache: KVCache, url: str, ranks: int = 1) -> RemoteTier:
     """Open the tier below a cache. Where the store is away it is tried again when it is needed. Raises ConfigError when
     it cannot be used.
 
     Args:
-        others: see `block_views.Gathered`; a block is there with the parts of all ranks, or not at all.
+        ranks: that every layer is spread over, which decides the last bits of what is computed.
     """
     import torch
 
     from penstock.engine.block_views import processor_of, views_of
 
-    computed = torch.__version__, processor_of(cache.slots.device), 1 + len(others)
+    computed = torch.__version__, processor_of(cache.slots.device), ranks
     namespace = namespace_of(cache.layout, *computed)
-    copier = open_copier(views_of(cache, others), url, namespace)
+    copier = open_copier(views_of(cache), url, namespace)
     seconds = copier.trial_seconds()
     if not copier.away:
         log.info("copies in %s as %s, a block comes in %.2f ms", url, namespace, seconds * 1e3)
@@ -234,7 +233,7 @@ def check_remote_tier(url: str, device: str, ranks: int, *, prefix_cache: bool) 
 
     check_store(url)
     if device == "cuda" and ranks > 1:
-        what = f"on {device} with tensor-parallel-size {ranks}"
+        what = f"on {device} with {ranks} ranks"
         raise ConfigError(f"{OPTION}: {url!r}, not supported yet {what}, allowed with 1, or on a CPU", OPTION)
     if not prefix_cache:
         raise ConfigError(f"{OPTION}: {url!r} without prefix caching, allowed only with enable-prefix-caching", OPTION)

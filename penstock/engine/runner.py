@@ -29,11 +29,13 @@ from penstock.engine.sampling import (
 from penstock.nn.batch import Batch, Scratch, to_device
 from penstock.nn.graph import Forward
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.ranks import Pipe
 from penstock.text.grammar import Grammars
 
 SCORED_ROWS = 256  # of a prompt at once: a row of logits is as wide as the vocabulary
 POOLED_ROWS = 2048  # of a prompt at once, on a device that computes large tensors as well
 MOST_POOLED, MOST_SUMMED = 2.0**15, 1 << 16  # hidden states below that, and so many: their sum is below 2**63
+NOTHING = torch.empty(0)
 ALONE = 16384  # elements that torch handles on one thread: other threads would still spin when the next kernels begin
 
 
@@ -46,12 +48,21 @@ class Runner:
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
         grammars: for structured outputs; without them requests for these end with an error.
+        before, after: where its rows come from and go to, where the model is one of several stages. Only the last
+            stage's steps have results.
     """
 
     def __init__(
-        self, model: Decoder, cache: KVCache, graph_mode: str = "auto", grammars: Grammars | None = None
+        self,
+        model: Decoder,
+        cache: KVCache,
+        graph_mode: str = "auto",
+        grammars: Grammars | None = None,
+        before: Pipe | None = None,
+        after: Pipe | None = None,
     ) -> None:
         self._graph_mode = graph_mode
+        self._before, self._after = before, after
         self.take(model)
         self.device = model.device
         self.cache = cache
@@ -103,7 +114,11 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         cache = self.cache
-        placed = None if cache.direct and not (plan.fresh_blocks or plan.copies) else cache.prepare(plan)
+        placed = None
+        if not cache.direct or plan.fresh_blocks or plan.copies:
+            placed = cache.prepare(plan)
+            if cache.meets and (ranks := self.model.shard.ranks) is not None:
+                ranks.on_host.gather(NOTHING)
         batch = self._take_prepared(plan) or self._batch(plan, placed)
         try:
             if stop:  # so was the step before it, perhaps, and nobody has drawn the tokens that it goes on with
@@ -111,6 +126,9 @@ class Runner:
                 return StepResult([], [], interrupted=True)
             if any(s.tokens[-1] < 0 for s in plan.sequences):
                 batch.tokens = filled(batch.tokens, self._sampled)
+            if self._after is not None:
+                self._after.send(self._forward(batch, stop))
+                return StepResult([], [])
             return self._compute(plan, batch, stop)
         except Interrupted:
             return StepResult([], [], interrupted=True)
@@ -128,6 +146,13 @@ class Runner:
                 return batch
         return None
 
+    def _forward(self, batch: Batch, stop: Stop | None) -> Tensor:
+        """What comes of a step's rows in the model's layers."""
+        came = None
+        if self._before is not None:
+            came = self._before.receive((2, len(batch.tokens), self.model.config.hidden_size), self.model.dtype)
+        return self.forward(batch, self.cache.layers, stop, came)
+
     def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:
         waits = self.device.type == "cuda"  # for the device, at last; until then the interpreter launches kernels
         if not waits:
@@ -136,7 +161,7 @@ class Runner:
         masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
             masks = self._masks.begin(plan, self._each_row(plan.sequences))
-        hidden = self.forward(batch, self.cache.layers, stop)
+        hidden = self._forward(batch, stop)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]

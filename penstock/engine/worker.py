@@ -22,11 +22,10 @@ from penstock.engine.memory import free_bytes, mapping_budget
 from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
-from penstock.nn.linear import WHOLE, Shard
+from penstock.nn.linear import WHOLE
 from penstock.nn.loader import Loaded, file_times, identity, load
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
-from penstock.nn.ranks import Ranks
 from penstock.nn.reading import changed
 from penstock.nn.rope import longest
 from penstock.nn.weight_cache import FILES, WeightCache
@@ -38,6 +37,7 @@ from penstock.text.grammar import Grammars
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
 if TYPE_CHECKING:
+    from penstock.engine.executor.exchanges import Exchanges
     from penstock.engine.weights import WeightManager
 
 MOST_TOKENS = 8192  # in a step, however fast the device is
@@ -47,13 +47,13 @@ class Worker:
     """Loads a model, and then has a KV cache of the size that all workers have room for.
 
     Args:
-        ranks: that compute the model together, this one among them; None where it is alone.
+        others: what it exchanges with the ranks that compute the model with it; None where it is alone.
         progress: of loading.
         peers: that weights may come from, and are given to; None without any.
 
     Attributes:
         loaded: where weights came from, the last time.
-        layout: of its part of a block.
+        layout: of a block: on a CPU, where ranks share one memory, of the whole of it; else of its own part.
         max_model_len: of a sequence, as far as the model decides it.
         budget: of a step's tokens.
 
@@ -67,16 +67,17 @@ class Worker:
     def __init__(
         self,
         options: EngineOptions,
-        ranks: Ranks | None = None,
+        others: Exchanges | None = None,
         progress: Report | None = None,
         peers: WeightManager | None = None,
     ) -> None:
         device = device_of(options.device)
-        if ranks is not None and device.type == "cuda":
-            device = torch.device("cuda", ranks.rank)
+        if others is not None and device.type == "cuda":
+            device = torch.device("cuda", others.world.rank)
         self.options, self._device = options, device
-        self.shard = shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size, ranks)
-        self._weights = WeightCache(files=FILES * shard.size) if options.weight_cache else None
+        self.shard = shard = WHOLE if others is None else others.shard
+        self.before, self.after = (None, None) if others is None else (others.before, others.after)
+        self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
         self._gone = False  # the weights, to be read again
         self.model = model = self._load(progress)
@@ -92,7 +93,16 @@ class Worker:
         if self.files != self.loaded.files:  # blocks of the KV cache would be kept as of other weights
             raise changed(Path(options.model))
         name = "-".join(filter(None, (self._identity, model.config.variant, self.loaded.quantised)))
-        self.layout = make_layout(model.config, model.dtype, order, name, options.kv_cache_dtype, ranks=shard.size)
+        part = shard if device.type == "cuda" else WHOLE
+        self.layout = make_layout(
+            model.config,
+            model.dtype,
+            order,
+            name,
+            options.kv_cache_dtype,
+            ranks=part.size,
+            layers=part.layers(model.config.num_layers),
+        )
         if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
             raise ConfigError(
                 "kv-address-mode: 'contiguous', for a model of which only some layers have a window allowed is table",
@@ -101,18 +111,17 @@ class Worker:
         self.pool: KVPool | None = None
 
     def room(self) -> int:
-        """Bytes that its part of the KV cache may take by default; the ranks of a CPU share what there is."""
+        """Bytes that the KV cache may take by default: on a CPU all of it, else this rank's part."""
         model, options = self.model, self.options
         if model.device.type == "cuda":
-            self.budget.found(self.budget.high, _touch_memory(model, self.budget.high, options.kv_cache_dtype))
-            return free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers)
-        return free_bytes(model.device, options.gpu_memory_utilization, model.config.num_layers) // self.shard.size
+            self.budget.found(self.budget.high, self._touch_memory(self.budget.high))
+        return free_bytes(model.device, options.gpu_memory_utilization, len(model.model.layers))
 
     def open(self, num_blocks: int, max_model_len: int, open_pool: OpenPool = memfd_pool) -> None:
         """Make the KV cache.
 
         Args:
-            open_pool: where its blocks come from.
+            open_pool: where its blocks come from; ranks of a CPU have the same.
 
         Raises:
             ConfigError: or a KV pool server that refuses.
@@ -122,8 +131,24 @@ class Worker:
             open_pool = replace(open_pool, weights=self.files)
         cache, self.pool = _open_cache(self.options, self.model, self.layout, num_blocks, max_model_len, open_pool)
         grammars = Grammars(Path(self.options.model), self.model.config.vocab_size)
-        self.runner = Runner(self.model, cache, self.options.graph_mode, grammars)
+        self.runner = self._runner(cache, grammars)
         self.runner.capture(self.options.max_num_seqs, max_model_len)
+
+    def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:
+        return Runner(self.model, cache, self.options.graph_mode, grammars, self.before, self.after)
+
+    def _touch_memory(self, tokens: int) -> float:
+        """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest.
+        Returns the seconds that it takes once kernels are compiled."""
+        layout, device = self.layout, self.model.device
+        blocks = tuple(range(blocks_for(tokens) * len(layout.groups)))
+        params = SamplingParams(temperature=0.0)
+        plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)
+        runner = self._runner(KVCache.on_device(layout, len(blocks), device))
+        runner.run(plan)
+        began = time.perf_counter()
+        runner.run(plan)
+        return time.perf_counter() - began
 
     def save_weights(self) -> None:
         """Have packed weights kept for the next start, in the background."""
@@ -240,12 +265,12 @@ def _open_cache(
             raise ConfigError("kv_pool: KV blocks on a CUDA device cannot be shared between processes yet", "kv_pool")
         return KVCache.on_device(layout, num_blocks, model.device), None
     table = _chosen(options.kv_address_mode, _faster_mode(model, layout)) == "table"
-    if table and open_pool is memfd_pool:
+    if table and open_pool is memfd_pool and model.shard == WHOLE:
         open_pool = anonymous_pool
     pool = open_pool(layout, num_blocks)
     try:
         if table:
-            return KVCache.over_pool(layout, pool.memory), pool
+            return KVCache.over_pool(layout, pool.memory, model.shard), pool
         ranges = {"max_sequences": options.max_num_seqs, "range_blocks": blocks_for(model_len)}
         return ContiguousCache(layout, pool.memory, **ranges, budget=mapping_budget()), pool
     except BaseException:
@@ -283,17 +308,3 @@ def _step_budget(options: EngineOptions, model_len: int, limit: StepLimit) -> St
         )
     low, high = (asked, asked) if asked is not None else (least, max(min(MOST_TOKENS, model_len), least))
     return StepBudget(low, high, limit.most / 1e3)
-
-
-def _touch_memory(model: Decoder, tokens: int, kv_cache_dtype: str) -> float:
-    """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest. Returns
-    the seconds that it takes once kernels are compiled."""
-    layout = make_layout(model.config, model.dtype, "block", "", kv_cache_dtype, ranks=model.shard.size)
-    blocks = tuple(range(blocks_for(tokens) * len(layout.groups)))
-    params = SamplingParams(temperature=0.0)
-    plan = StepPlan((SequenceStep("warm-up", 0, [0] * tokens, blocks, 1, params, 0),), blocks)
-    runner = Runner(model, KVCache.on_device(layout, len(blocks), model.device))
-    runner.run(plan)
-    began = time.perf_counter()
-    runner.run(plan)
-    return time.perf_counter() - began

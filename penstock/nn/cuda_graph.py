@@ -34,7 +34,7 @@ def obstacle(model: Decoder) -> str | None:
         return "latent attention is computed op by op"
     if any(isinstance(part, MixtureOfExperts) for part in model.modules()):
         return "rows are given to experts by the host"
-    if model.shard.ranks is not None:
+    if model.shard.ranks is not None or model.shard.stages > 1:
         return "ranks are not captured yet"
     if other := [name for name in KERNELS if ops.OPS[name].backend_on("cuda").name != "triton"]:
         return f"{', '.join(other)} computed by other backends"

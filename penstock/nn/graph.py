@@ -133,7 +133,7 @@ class Forward:
         if self._graphs is not None:
             self._graphs.capture(cache, rows, reach)
 
-    def __call__(self, batch: Batch, cache: KVLayers, stop: Stop | None = None) -> Tensor:
+    def __call__(self, batch: Batch, cache: KVLayers, stop: Stop | None = None, came: Tensor | None = None) -> Tensor:
         """As `Decoder.forward` of nn/models/decoder.py.
 
         Args:
@@ -149,9 +149,9 @@ class Forward:
             return self._graphs(batch, cache)
         mode = self.mode_of(batch)
         if mode == "eager":
-            return self.model(batch, cache, _looks(stop, self.model.device))
+            return self.model(batch, cache, _looks(stop, self.model.device), came)
         self._graph = self._graph or Graph(self.model)
-        return self._graph(mode, batch, self.model.rotations(batch), cache, stop)
+        return self._graph(mode, batch, self.model.rotations(batch), cache, stop, came)
 
     def mode_of(self, batch: Batch) -> Mode:
         """How a step is computed on a CPU."""
@@ -208,7 +208,9 @@ def unchained(model: Decoder) -> str | None:
     if other := sorted(kind.__name__ for kind in kinds - {Block, Attention, GatedMLP}):
         return f"{', '.join(other)} computed op by op"
     linears = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
-    held = {linear.method.name for linear in linears} | ({model.model.embed_tokens.method.name} - {PLAIN.name})
+    held = {linear.method.name for linear in linears}
+    if (embedding := model.model.embed_tokens) is not None:
+        held |= {embedding.method.name} - {PLAIN.name}
     if other := sorted(held - {PACKED.name, PackedQuantised.name}):
         return f"there are no kernels for {', '.join(other)} weights"
     norms = {part.weight.dtype for part in model.modules() if isinstance(part, RMSNorm)}
@@ -232,23 +234,25 @@ class Graph:
         self._ranks = ranks
         self._heads = mixers[0].heads
         self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
-        embedding = stack.embed_tokens
+        embedding = stack.embed_tokens if model.shard.is_first else None
         self._decoder = _Decoder(
             self._layers,
             len(blocks),
-            _address(embedding.weight),
-            *embedding.weight.shape,
-            embedding.method.name == PACKED.name,
-            _quantised(embedding.weight),
+            None if embedding is None else _address(embedding.weight),
+            0 if embedding is None else embedding.weight.shape[0],
+            config.hidden_size,
+            embedding is not None and embedding.method.name == PACKED.name,
+            None if embedding is None else _quantised(embedding.weight),
             _norm(stack.norm),
-            stack.norm.weight.dtype != model.dtype,
+            blocks[0].mixer_norm.weight.dtype != model.dtype,
             ACTIVATIONS.index(_feed_forward(blocks[0]).activation),
             config.norm_eps,
             mixers[0].scale,
-            torch.tensor(embedding.scale, dtype=model.dtype).item(),
+            1.0 if embedding is None else torch.tensor(embedding.scale, dtype=model.dtype).item(),
             None if ranks is None else ranks.handle,
-            embedding.own_outs[0].start,
+            0 if embedding is None else embedding.own_outs[0].start,
         )
+        self._is_last = model.shard.is_last
         self._dtype = model.dtype
         self._cache: tuple[ref[KVLayers], ctypes.Array[Cache]] | None = None  # the last one, and where it is
         self._hidden = config.hidden_size
@@ -259,7 +263,13 @@ class Graph:
         self._after = native.value("penstock_after_attention", "ppppppn")
 
     def __call__(
-        self, mode: Mode, batch: Batch, rotations: Rotations, cache: KVLayers, stop: Stop | None = None
+        self,
+        mode: Mode,
+        batch: Batch,
+        rotations: Rotations,
+        cache: KVLayers,
+        stop: Stop | None = None,
+        came: Tensor | None = None,
     ) -> Tensor:
         """As `Forward`. `mode`: "full"; or "partial", all but attention."""
         assert stop is None or self._ranks is None
@@ -278,13 +288,20 @@ class Graph:
             None if stop is None else stop.address,
         )
         scratch = batch.scratch.take("step", (count * self._width,), self._dtype, batch.tokens.device)
-        out = torch.empty(count, self._hidden, dtype=self._dtype)
+        left = torch.empty(1 if self._is_last else 2, count, self._hidden, dtype=self._dtype)
+        out = left[0]
+        if came is not None:  # not by torch, whose threads would still spin when the kernels begin
+            ctypes.memmove(out.data_ptr(), came[0].data_ptr(), out.nbytes)
+            ctypes.memmove(scratch.data_ptr(), came[1].data_ptr(), out.nbytes)  # the residual stream comes first
         step = (addressof(self._decoder), addressof(rows), addressof(self._cache[1]))
         places = (scratch.data_ptr(), out.data_ptr())
         if mode == "full":
             self._expect(self._step(*step, self._heads, *places))
         else:
             self._by_layers(step, places, batch, cache, scratch[count * self._hidden :])
+        if not self._is_last:
+            ctypes.memmove(left[1].data_ptr(), scratch.data_ptr(), out.nbytes)
+            return left
         return out if kept is None else out[: len(kept)]
 
     def _by_layers(
@@ -315,7 +332,7 @@ def _table(batch: Batch, mode: Mode) -> _Table:
 
 
 def _blocks(model: Decoder) -> list[Block]:
-    return cast("list[Block]", model.model.layers)
+    return cast("list[Block]", list(model.model.layers))
 
 
 def _mixer(block: Block) -> Attention:

@@ -134,8 +134,10 @@ def adopt(model: Decoder, weights: Placed, memory: Tensor) -> None:
     for name in list(dict(model.named_parameters())):
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(values[name], requires_grad=False))
+    if BOUNDED + "codes" not in values:
+        return
     weight = model.head.weight
-    if BOUNDED + "codes" in values and isinstance(weight, PackedWeight) and can_bound(weight.shape[1]):
+    if isinstance(weight, PackedWeight) and can_bound(weight.shape[1]):
         model.bounded_logits = BoundedLogits(weight, values[BOUNDED + "codes"], values[BOUNDED + "bounds"])
 
 
@@ -145,8 +147,7 @@ def _matched(model: Decoder, weights: Placed, memory: Tensor) -> dict[str, Tenso
     bounded = {name for name in weights if name.startswith(BOUNDED)}
     if weights.keys() - bounded != places.keys():
         raise ValueError("it holds other weights")
-    head = model.head.weight
-    if bounded and isinstance(head, PackedWeight):
+    if bounded and model.shard.is_last and isinstance(head := model.head.weight, PackedWeight):
         places |= zip((BOUNDED + "codes", BOUNDED + "bounds"), BoundedLogits.like(head), strict=True)
     found = {}
     for name, place in places.items():

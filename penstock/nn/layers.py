@@ -5,7 +5,7 @@ A part that has weights of a checkpoint says by `tensors` what they are, and tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -178,10 +178,25 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between an embedding and a last norm."""
+    """Blocks between an embedding and a last norm, or those of one stage of a pipeline.
 
-    def __init__(self, config: DecoderConfig, blocks: list[Block], norm: Norm, shard: Shard = WHOLE) -> None:
+    Attributes:
+        embed_tokens: at the first stage, and at the last where it is the head too.
+        layers: by their numbers in the whole model.
+        norm: at the last stage.
+
+    Args:
+        blocks: by their numbers.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, blocks: Mapping[int, nn.Module], norm: Norm, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, shard)
-        self.layers = nn.ModuleList(blocks)
-        self.norm = norm(config.hidden_size, config.norm_eps)
+        self.embed_tokens: Embedding | None = None
+        if shard.is_first or (shard.is_last and config.tie_embeddings):
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, shard)
+        self.layers = nn.ModuleList()
+        for number, block in blocks.items():
+            self.layers.add_module(str(number), block)
+        self.norm = norm(config.hidden_size, config.norm_eps) if shard.is_last else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.core.parallel import Layout
 from penstock.nn import ops
 from penstock.nn.formats.base import Expected, Format
 from penstock.nn.formats.dense import DENSE
@@ -20,27 +21,45 @@ from penstock.nn.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` equal parts of what is split, counted from 0.
+    """One of `size` equal parts of what is split, counted from 0, of the layers of one stage.
 
     Attributes:
         ranks: that have one each, and sum up what they have computed; None where that is the caller's business.
         experts: of mixtures of experts, where whole ones are spread over ranks (expert parallelism): which part of
             these is here, and the ranks that exchange what theirs have made. None splits each expert as all else.
+        stage: of so many `stages` of a pipeline, counted from 0.
     """
 
     rank: int = 0
     size: int = 1
     ranks: Ranks | None = field(default=None, compare=False, repr=False)
     experts: Shard | None = None
+    stage: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
+        assert 0 <= self.stage < self.stages
 
     @property
     def name(self) -> str:
         """What weights of it are called."""
         experts = "" if self.experts is None else f" experts {self.experts.name}"
-        return f"{self.rank} {self.size}{experts}"
+        return f"{self.rank} {self.size} {self.stage} {self.stages}{experts}"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last norm and the head."""
+        return self.stage == self.stages - 1
+
+    def layers(self, count: int) -> range:
+        """Of so many, its own."""
+        return Layout(pipeline=self.stages).layers(self.stage, count)
 
     def share(self, count: int) -> range:
         """Its part of what cannot be cut, as even as it can be."""

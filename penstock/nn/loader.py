@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
+from penstock.core.parallel import ALONE, TENSOR, Divisible, Layout
 from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
@@ -123,9 +124,7 @@ def load(
             that does not fit into memory.
     """
     began = time.monotonic()
-    cls, config, headless, quantisation = read_architecture(
-        directory, shard.size, model_len, quantization, 0 if shard.experts is None else shard.experts.size
-    )
+    cls, config, headless, quantisation = read_architecture(directory, _layout_of(shard), model_len, quantization)
     if dtype is None:
         dtype = config.dtype or _stored_dtype(directory)
         if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
@@ -291,27 +290,27 @@ def held(model: Decoder) -> str:
     return "; ".join(sorted({f"{linear.format.key()} {linear.method.layout()}" for linear in linears}))
 
 
+def _layout_of(shard: Shard) -> Layout:
+    data = 1 if shard.experts is None else max(1, shard.experts.size // shard.size)
+    return Layout(tensor=shard.size, pipeline=shard.stages, data=data, experts=shard.experts is not None)
+
+
 def read_architecture(
-    directory: Path,
-    shards: int = 1,
-    model_len: int | None = None,
-    quantization: str | None = None,
-    expert_ranks: int = 0,
+    directory: Path, layout: Layout = ALONE, model_len: int | None = None, quantization: str | None = None
 ) -> tuple[type[Decoder], DecoderConfig, bool, Quantisation]:
     """What the checkpoint's config.json says, once it is known that such a model can be served; no weight is read.
 
     Args:
-        shards: over how many ranks the model is spread.
+        layout: of the ranks that the model is spread over.
         model_len, quantization: as `load` has them.
-        expert_ranks: over how many whole experts are spread; 0 splits each of them as all else.
 
     Returns:
         The model's class, its configuration, whether no weights of an output head are there, as in an embedder, and how
         it is quantised.
 
     Raises:
-        ConfigError: unsupported architecture or option; no weights; a model that cannot be split into so many shards,
-            or has no such long sequences.
+        ConfigError: unsupported architecture or option; no weights; a model that cannot be spread so, or has no
+            such long sequences.
     """
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
@@ -333,36 +332,27 @@ def read_architecture(
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
     _check_layers(directory, config.num_layers)
-    _check_shards(config, shards, expert_ranks)
+    experts = config.experts
+    layout.check(
+        Divisible(
+            layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            intermediate=0
+            if experts is not None and len(experts.layers) == config.num_layers
+            else config.intermediate_size,
+            experts=0 if experts is None else experts.routing.count,
+            expert_width=0 if experts is None else experts.width,
+            shared_width=0 if experts is None else experts.shared,
+        )
+    )
+    if not Shard(layout.tensor - 1, layout.tensor).of_tokens(config.vocab_size):
+        allowed = f"fewer than the model's vocab_size, {config.vocab_size}, has parts for"
+        raise ConfigError(f"{TENSOR}: {layout.tensor}, allowed is {allowed}", TENSOR)
     most = rope.longest(config)
     if model_len is not None and not 2 <= model_len <= most:
         raise ConfigError(f"max-model-len: {model_len}, this checkpoint allows 2 to {most}", "max-model-len")
     return cls, config, headless, quantisation
-
-
-def _check_shards(config: DecoderConfig, size: int, expert_ranks: int) -> None:
-    def refuse(allowed: str) -> ConfigError:
-        return ConfigError(f"tensor-parallel-size: {size}, allowed is {allowed}", "tensor-parallel-size")
-
-    split = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
-    if (experts := config.experts) is not None:
-        if len(experts.layers) == config.num_layers:
-            del split["intermediate_size"]
-        if not expert_ranks:
-            split["experts' intermediate size"] = experts.width
-        elif expert_ranks > (count := experts.routing.count):
-            raise ConfigError(
-                f"enable-expert-parallel: there are {count} experts for {expert_ranks} ranks", "enable-expert-parallel"
-            )
-        if experts.shared:
-            split["shared experts' intermediate size"] = experts.shared
-    for name, width in split.items():
-        if width % size:
-            raise refuse(f"what divides the model's {name}, {width}")
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        raise refuse(f"a divisor or a multiple of the model's num_key_value_heads, {config.num_kv_heads}")
-    if not Shard(size - 1, size).of_tokens(config.vocab_size):
-        raise refuse(f"fewer than the model's vocab_size, {config.vocab_size}, has parts for")
 
 
 def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:
@@ -531,10 +521,10 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
     missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
-        if name.endswith(IGNORED):
+        if name.endswith(IGNORED) or _is_elsewhere(name, model):
             continue
         if name == HEAD and model.lm_head is None:
-            expected = model.model.embed_tokens.tensors()["weight"]
+            expected = model.head.tensors()["weight"]
         elif name not in wanted:
             raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
         elif name in seen:
@@ -556,6 +546,17 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
         where = f", which {INDEX} has in {files[name]}" if name in files else ""
         raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {name!r}{where}", "model")
     return sorted(found, key=lambda tensor: (place := wanted.get(_full(tensor.name))) is None or place.waits)
+
+
+def _is_elsewhere(name: str, model: Decoder) -> bool:
+    """Whether another stage has that weight, and checks it."""
+    shard, stack = model.shard, model.model
+    if (block := LAYER.match(name)) is not None:
+        count = model.config.num_layers
+        return (number := int(block[1])) < count and number not in shard.layers(count)
+    if name.startswith("model.embed_tokens."):
+        return stack.embed_tokens is None
+    return not shard.is_last and name.startswith(("model.norm.", "lm_head."))
 
 
 def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:
@@ -608,6 +609,7 @@ def fill(
                 progress(done, total)
     if model is not None and head is not None:
         embedding = model.model.embed_tokens
+        assert embedding is not None
         if all(map(torch.equal, head.parameters(), embedding.parameters())):
             model.lm_head = None
             if arena is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,17 +47,18 @@ class SharedMemoryRanks(Ranks):
     """Ranks on one machine's CPU.
 
     Args:
-        memory: of `bytes_for(size)`, shared with the others; zeros at first.
+        memory: shared with the others; `bytes_for(size)` of it are theirs, zeros at first.
         parent: process id whose end ends every wait, or 0.
+        start: where these bytes begin.
 
     Attributes:
         handle: for native functions.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, parent: int = 0) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, parent: int = 0, start: int = 0) -> None:
         self.rank, self.size = rank, size
         self._memory = memory
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
         self.handle = native.value("penstock_ranks_open", "pnnn")(address, rank, size, parent)
 
     @property
@@ -88,10 +90,9 @@ class SharedMemoryRanks(Ranks):
         """It has failed: every wait ends, on all ranks. From any thread."""
         native.function("penstock_ranks_fail", "pn")(self.handle, rank)
 
-    @property
-    def awaits(self) -> int | None:
-        """Which rank this one has been waiting for so long that it sleeps. From any thread."""
-        awaited = native.value("penstock_ranks_awaits", "p")(self.handle)
+    def awaits(self, rank: int) -> int | None:
+        """Which rank one has been waiting for so long that it sleeps. From any thread."""
+        awaited = native.value("penstock_ranks_awaits", "pn")(self.handle, rank)
         return awaited - 1 if awaited else None
 
     # --- plans, from rank 0 to the others
@@ -105,21 +106,61 @@ class SharedMemoryRanks(Ranks):
         self.expect(native.value("penstock_plan_await", "p")(self.handle))
 
 
-class DistributedRanks(Ranks):
-    """Ranks on CUDA devices, the n-th on the n-th device, joined by NCCL. Only once in a process.
+class Pipe(Protocol):
+    """One end of what two neighbouring stages have between them; what one sends the other receives, in order."""
 
+    def send(self, x: Tensor) -> None:
+        """Raises RankFailed."""
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What is sent next, of that shape and dtype. Raises RankFailed."""
+        ...
+
+
+class SharedMemoryPipe(Pipe):
+    """
     Args:
-        meeting: path of a file that is not there, by which they find each other.
-        host: the same ranks, as processes of this machine.
+        memory: shared with the other end; `bytes_for()` of it from `start` on are the pipe's, zeros at first.
+        ranks: this rank among all, by which it is known who has failed.
+        other: rank at the other end.
     """
 
-    def __init__(self, meeting: str, host: SharedMemoryRanks) -> None:
+    def __init__(self, memory: mmap.mmap, start: int, ranks: SharedMemoryRanks, other: int) -> None:
+        self._memory, self._ranks = memory, ranks
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
+        self._handle = native.value("penstock_pipe_open", "ppn")(address, ranks.handle, other)
+
+    @staticmethod
+    def bytes_for() -> int:
+        """Of memory, in whole pages."""
+        return -(-native.value("penstock_pipe_bytes")() // PAGE) * PAGE
+
+    def send(self, x: Tensor) -> None:
+        x = x.contiguous()
+        self._ranks.expect(native.value("penstock_send", "ppn")(self._handle, x.data_ptr(), x.nbytes))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype)
+        self._ranks.expect(native.value("penstock_receive", "ppn")(self._handle, x.data_ptr(), x.nbytes))
+        return x
+
+
+class DistributedRanks(Ranks):
+    """Ranks on CUDA devices that share the layers of a stage, joined by NCCL.
+
+    Args:
+        members: their numbers among all ranks, of which the n-th is on the n-th device.
+        rank: this one's number there.
+        host: the same as processes of this machine.
+        group: NCCL's of them.
+    """
+
+    def __init__(self, members: Sequence[int], rank: int, host: SharedMemoryRanks, group: Any) -> None:
         from torch import distributed
 
-        self.rank, self.size, self._host = host.rank, host.size, host
-        self._group: Any = distributed
-        torch.cuda.set_device(self.rank)
-        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=self.rank, world_size=self.size)
+        self.rank, self.size, self._host = members.index(rank), len(members), host
+        self._group, self._calls = group, distributed
 
     @property
     def on_host(self) -> SharedMemoryRanks:
@@ -127,15 +168,27 @@ class DistributedRanks(Ranks):
 
     def gather(self, x: Tensor) -> Tensor:
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        self._group.all_gather(list(out), x.contiguous())
+        self._calls.all_gather(list(out), x.contiguous(), group=self._group)
         return out
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place."""
-        self._group.all_reduce(x)
+        self._calls.all_reduce(x, group=self._group)
         return x
 
 
-def joined(device: torch.device, ranks: SharedMemoryRanks, meeting: str) -> Ranks:
-    """What the model of such a device exchanges through; ranks of CUDA devices wait here for each other."""
-    return ranks if device.type == "cpu" else DistributedRanks(meeting, ranks)
+class DevicePipe(Pipe):
+    """Between two CUDA devices, by NCCL."""
+
+    def __init__(self, device: torch.device, other: int) -> None:
+        from torch import distributed
+
+        self._device, self._other, self._calls = device, other, distributed
+
+    def send(self, x: Tensor) -> None:
+        self._calls.send(x.contiguous(), self._other)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype, device=self._device)
+        self._calls.recv(x, self._other)
+        return x

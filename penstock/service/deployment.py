@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.core.parallel import Layout
 from penstock.core.wire.engine import Role
 from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.supervisor import RestartPolicy
@@ -49,9 +50,8 @@ class Group:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its KV blocks are in the host's memory, where other processes can reach them; those of several ranks
-        are in parts."""
-        return not self.adopted and kind_of(self.device) != "cuda" and self.ranks == 1
+        """Whether its KV blocks are in the host's memory, where other processes can reach them."""
+        return not self.adopted and kind_of(self.device) != "cuda"
 
     @property
     def shares_weights(self) -> bool:
@@ -65,9 +65,15 @@ class Group:
         return {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {}) | dict(self.resources)
 
     @property
+    def layout(self) -> Layout:
+        """Of the ranks that compute its model together. Raises ConfigError."""
+        sizes = (self.options.get(f"{way}_parallel_size", 1) for way in ("tensor", "pipeline"))
+        return Layout(**dict(zip(("tensor", "pipeline"), sizes, strict=True)))
+
+    @property
     def ranks(self) -> int:
         """Processes that compute its model together."""
-        return int(self.options.get("tensor_parallel_size", 1))
+        return self.layout.group_size
 
     @property
     def instances(self) -> list[str]:

@@ -154,7 +154,8 @@ def test_the_flags_of_serve():
         ),
         *("api-key-file", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs", "root-path"),
         *("allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials"),
-        *("share-prefixes", "speculative-config", "step-time-limit-ms", "tensor-parallel-size", "weight-cache"),
+        *("share-prefixes", "speculative-config", "step-time-limit-ms", "weight-cache"),
+        *("tensor-parallel-size", "pipeline-parallel-size"),
     }
 
 

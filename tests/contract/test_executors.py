@@ -29,6 +29,8 @@ EXECUTORS = {
     "thread": {},
     "processes": {"tensor_parallel_size": 2, "load_format": "sequential"},
     "processes in turn": {"tensor_parallel_size": 2, "async_scheduling": False},
+    "stages": {"pipeline_parallel_size": 2},
+    "stages of shards": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
 }
 SPECIAL = {
     "greedy": {"max_tokens": 30},
@@ -80,24 +82,38 @@ def test_every_executor_brings_the_same_results_in_order(folder):
         StepPlan((SequenceStep("a", 0, [1, 2, 3], (0,), 1, params, 0),), (0,)),
         StepPlan((SequenceStep("a", 3, [-1], (0,), 1, params, 0),)),
     ]
-    found, drawn = {}, {}
+    found, drawn, blocks = {}, {}, set()
     for name, options in EXECUTORS.items():
         with closing(build(folder, max_num_batched_tokens=70, **options)) as built:
+            blocks.add(stats_of(built.engine).num_blocks)
             executor = built.engine.executor
-            pending = [executor.launch(plan) for plan in plans]
-            ran = [one.result() for one in pending]
+            last = plans[1]
+            if built.engine.scheduler.stages == 1:
+                pending = [executor.launch(plan) for plan in plans]
+                ran = [one.result() for one in pending]
+                assert ran[0].ended <= ran[1].began
+            else:  # whose first has no token that the last has not told of
+                pending = [executor.launch(plans[0])]
+                ran = [pending[0].result()]
+                ((token,),) = ran[0].result.tokens
+                last = StepPlan((replace(plans[1].sequences[0], tokens=[token]),))
+                pending += [executor.launch(last), executor.launch(last)]
+                ran += [one.result() for one in pending[1:]]
+                assert ran[1].result.tokens == ran.pop().result.tokens
             assert all(one.done() for one in pending)
-            assert ran[0].began <= ran[0].ended <= ran[1].began <= ran[1].ended
+            assert ran[0].began <= ran[0].ended
+            assert ran[1].began <= ran[1].ended
             executor.settle()
             executor.expect_alive()
             executor.check()
             drawn[name] = [one.result.tokens for one in ran]
-            last = executor.launch(plans[1], stoppable=True)
-            can_stop = last.stop()
-            assert last.result().result.interrupted in {False, can_stop}
+            stopped = executor.launch(last, stoppable=True)
+            can_stop = stopped.stop()
+            assert stopped.result().result.interrupted in {False, can_stop}
             assert can_stop == (name == "thread"), "ranks would wait for each other"
             found[name] = answers(built)
     assert all(tokens == drawn["in turn"] for tokens in drawn.values()), drawn
+    assert len(blocks) == 1, "ranks have the same blocks, of which each has its part"
     assert all(of_one == found["in turn"] for of_one in found.values()), found
 
 
@@ -139,10 +155,14 @@ def others_of(built):
     return built.engine.executor._others
 
 
+SIZES = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+
+
 @together
-def test_a_killed_rank_is_named(folder):
+@pytest.mark.parametrize("sizes", SIZES, ids=["shards", "stages"])
+def test_a_killed_rank_is_named(folder, sizes):
     """Where nothing runs, and in the midst of a step; then nothing more can be launched, and closing does not wait."""
-    with closing(build(folder, tensor_parallel_size=2)) as built:
+    with closing(build(folder, **sizes)) as built:
         (rank,) = others_of(built).others
         collector = Collector(built.engine)
         collector.run(make_request("a", [1, 2, 3], max_tokens=3))
@@ -157,8 +177,9 @@ def test_a_killed_rank_is_named(folder):
 
 
 @together
-def test_a_rank_that_stands_still_is_named(folder, monkeypatch):
-    with closing(build(folder, tensor_parallel_size=2)) as built:
+@pytest.mark.parametrize("sizes", SIZES, ids=["shards", "stages"])
+def test_a_rank_that_stands_still_is_named(folder, monkeypatch, sizes):
+    with closing(build(folder, **sizes)) as built:
         monkeypatch.setattr(processes, "LOOK", 0.05)
         (rank,) = others_of(built).others
         os.kill(rank.process.pid, signal.SIGSTOP)
@@ -175,6 +196,7 @@ def test_a_rank_that_stands_still_is_named(folder, monkeypatch):
             {"tensor_parallel_size": 3},
             "tensor-parallel-size: 3, allowed is what divides the model's num_attention_heads, 4",
         ),
+        ({"pipeline_parallel_size": 9}, "pipeline-parallel-size: 9, allowed is at most the model's num_hidden_layers"),
         ({"tensor_parallel_size": 0}, "tensor-parallel-size: 0, allowed is 1 to 64"),
         ({"tensor_parallel_size": 2, "kv_address_mode": "contiguous"}, "contiguous is not supported"),
         ({"tensor_parallel_size": 2, "host_cache_memory": 1 << 20}, "host-cache-memory"),

@@ -63,7 +63,7 @@ def test_an_exchange_of_nothing_is_a_meeting(exchange):
     first, second = ranks_of(2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(exchange, first)
-        while first.awaits is None:
+        while first.awaits(0) is None:
             assert not waiting.done()
         exchange(second)
         waiting.result(20)
@@ -84,9 +84,9 @@ def test_a_rank_that_fails_ends_every_wait():
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(wait, rank) for rank in ranks[:2]]
         started.wait(20)
-        while ranks[0].awaits is None and ranks[1].awaits is None:
+        while ranks[0].awaits(0) is None and ranks[0].awaits(1) is None:
             pass
-        assert {ranks[0].awaits, ranks[1].awaits} <= {0, 1, 2, None}
+        assert {ranks[0].awaits(0), ranks[0].awaits(1)} <= {0, 1, 2, None}
         ranks[0].fail(2)
         assert all(future.result(20) for future in waiting)
 

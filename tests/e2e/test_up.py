@@ -411,7 +411,7 @@ def test_settings_that_do_not_fit_the_model_fail_the_check_and_the_start(tmp_pat
     file.write_text(f"model: demo\nengine: {{disk-cache: /tmp/kv}}\ninstances: [{{}}, {gpus}]\n")
     done = penstock_up(file, "--check")
     assert done.returncode == 2
-    why = "not supported yet on cuda with tensor-parallel-size 2, allowed with 1, or on a CPU"
+    why = "not supported yet on cuda with 2 ranks, allowed with 1, or on a CPU"
     assert done.stderr == f"penstock: --disk-cache: '/tmp/kv', {why}\n"
     file = tmp_path / "up.yaml"
     file.write_text("model: demo\nport: 0\nengine: {max-model-len: 99999999}\ninstances: [{}]\n")

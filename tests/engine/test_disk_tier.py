@@ -60,17 +60,15 @@ class Disks(RuleBasedStateMachine):
     """Blocks of random prompts go to a tier and come back, the engine is started again with more or fewer slots, files
     lose bits, ends, or themselves. Whatever comes back is what was meant, and of what nobody has damaged all does."""
 
-    @initialize(slots=st.integers(1, 6), others=st.integers(0, 2))
-    def begin(self, slots, others):
+    @initialize(slots=st.integers(1, 6))
+    def begin(self, slots):
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-disk-"))
         self.cache = make_cache()
-        self.ranks = 1 + others
         self.sound = True
         self.start(slots)
 
     def start(self, slots):
-        self.others = [PoolMemory.memfd(8, PAGE) for _ in range(self.ranks - 1)]
-        disk = DiskSlots(self.cache, self.folder, slots, others=self.others)
+        disk = DiskSlots(self.cache, self.folder, slots)
         self.tier = Tier(slots, "disk")
         self.tier.restore(disk.kept)
         self.mover = SlotMover(disk, CHECKSUM, disk, piece=2)
@@ -78,21 +76,15 @@ class Disks(RuleBasedStateMachine):
 
     def stop(self):
         self.mover.close()
-        for memory in self.others:
-            memory.close()
 
     def content(self, key):
-        """Of each rank's part."""
-        return [(key * PAGE)[rank : PAGE + rank] for rank in range(self.ranks)]
+        return (key * PAGE)[:PAGE]
 
     def put(self, block, content):
-        own, *others = content
-        self.cache.blocks[block] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        for memory, part in zip(self.others, others, strict=True):
-            memory.block(block)[:] = part
+        self.cache.blocks[block] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def get(self, block):
-        return [self.cache.blocks[block].numpy().tobytes(), *(bytes(memory.block(block)) for memory in self.others)]
+        return self.cache.blocks[block].numpy().tobytes()
 
     @rule(name=st.text("ab", min_size=1, max_size=4), beside=st.booleans())
     def store(self, name, beside):
@@ -123,7 +115,7 @@ class Disks(RuleBasedStateMachine):
         if not keys:
             return
         key = keys[pick % len(keys)]
-        self.put(7, [bytes(PAGE)] * self.ranks)
+        self.put(7, bytes(PAGE))
         self.tier.begin_reading([key])
         self.mover.pull([Move(7, self.tier.slot(key), key)])
         self.mover.settle()
@@ -189,8 +181,8 @@ def test_each_engine_has_a_folder_and_each_layout(tmp_path):
             with closing(DiskSlots(make_cache(KVLayout(**fields)), tmp_path, 4)) as other:
                 assert other.folder.parent != first.folder.parent
                 assert other.kept == []
-        with closing(DiskSlots(cache, tmp_path, 4, others=[PoolMemory.memfd(8, PAGE)])) as other:
-            assert other.folder.parent != first.folder.parent, "other ranks have other parts"
+        with closing(DiskSlots(cache, tmp_path, 4, ranks=2)) as other:
+            assert other.folder.parent != first.folder.parent, "ranks sum up in another order"
         with closing(DiskSlots(cache, tmp_path, 4, weights="of another time")) as other:
             assert other.folder.parent != first.folder.parent
 
@@ -486,7 +478,7 @@ def test_built_from_options(checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
-def test_ranks_keep_their_parts_of_a_block_together(checkpoint, tmp_path):
+def test_ranks_have_one_copy_of_a_block(checkpoint, tmp_path):
     """What becomes of them when one dies, and at the next start: tests/e2e/test_up.py."""
     threads = native.threads()
     options = replace(
@@ -540,7 +532,7 @@ def test_what_cannot_be_had_is_refused(checkpoint, changes, says):
     with pytest.raises(ConfigError, match=says) as refused:
         build_engine(options_of(checkpoint, **changes), SystemClock())
     assert refused.value.field in ("disk-cache", "disk-cache-size")
-    with pytest.raises(ConfigError, match="not supported yet on cuda with tensor-parallel-size 2"):
+    with pytest.raises(ConfigError, match="not supported yet on cuda with 2 ranks"):
         check_disk_tier("/tmp", None, torch.device("cuda"), 2)
 
 

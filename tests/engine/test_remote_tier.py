@@ -1,13 +1,10 @@
 """A tier that engines share: what one puts there others find, and whatever becomes of it costs nothing but time."""
 
 import logging
-import os
 import threading
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
-import torch
 
 import penstock.engine.loop
 from penstock.core.clock import SystemClock
@@ -15,15 +12,10 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine import remote_tier
 from penstock.engine.build import EngineOptions, build_engine
-from penstock.engine.disk_tier import DiskSlots
-from penstock.engine.mover import SlotMover
-from penstock.engine.remote_tier import check_remote_tier, open_remote_tier
+from penstock.engine.remote_tier import check_remote_tier
 from penstock.engine.server import stats_of
-from penstock.kv.connector import Move
 from penstock.kv.shared_tier import ABSENT
 from penstock.transfer import stores
-from penstock.transfer.memory import PAGE, PoolMemory
-from tests.engine.test_disk_tier import make_cache
 from tests.engine.test_host_tier import BLOCK_BYTES, close, flip, prompt_of
 from tests.helpers.engines import Collector, make_engine, make_request
 
@@ -308,40 +300,8 @@ def test_what_cannot_be_had_is_refused(checkpoint, changes, says):
 
 
 def test_ranks_of_gpus_have_no_remote_tier_yet():
-    why = "not supported yet on cuda with tensor-parallel-size 2, allowed with 1, or on a CPU"
+    why = "not supported yet on cuda with 2 ranks, allowed with 1, or on a CPU"
     with pytest.raises(ConfigError, match=why) as refused:
         check_remote_tier("file:///tmp", "cuda", 2, prefix_cache=True)
     assert refused.value.field == "remote-cache"
     check_remote_tier("file:///tmp", "cpu", 2, prefix_cache=True)
-
-
-def test_what_ranks_have_is_one_copy_in_each_tier_whichever_is_closed_first(tmp_path):
-    """Also when whoever opened the tiers has closed its own view of the other ranks' blocks."""
-    cache = make_cache()
-    content = [bytes([rank]) * PAGE for rank in (1, 2)]
-    (tmp_path / "store").mkdir()
-    with closing(PoolMemory.memfd(8, PAGE)) as part:
-        seen = PoolMemory(os.dup(part.fd), 8, PAGE)
-        disk = SlotMover(on_disk := DiskSlots(cache, tmp_path, 4, others=[seen]), journal=on_disk)
-        remote = open_remote_tier(cache, f"file://{tmp_path}/store?timeout=20", [seen])
-        alone = open_remote_tier(cache, f"file://{tmp_path}/store?timeout=20")
-        seen.close()
-        cache.blocks[3] = torch.frombuffer(bytearray(content[0]), dtype=torch.uint8)
-        part.block(3)[:] = content[1]
-        moves = [Move(3, 0, b"k" * 16)]
-        for mover in (disk, remote.mover):
-            mover.push(moves)
-            mover.settle()
-            assert [one.blocks for one in mover.poll()] == [(3,)]
-        assert remote.mover.block_bytes == 2 * PAGE
-        assert remote.name != alone.name, "blocks of other ranks are others"
-        for mover in (disk, remote.mover):
-            cache.blocks[:] = 0
-            part.block(5)[:] = bytes(PAGE)
-            mover.pull([Move(5, 0, b"k" * 16)])
-            mover.settle()
-            assert [one.blocks for one in mover.poll()] == [(5,)]
-            assert [cache.blocks[5].numpy().tobytes(), bytes(part.block(5))] == content
-            mover.close()
-        alone.mover.close()
-    cache.close()

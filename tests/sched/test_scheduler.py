@@ -151,7 +151,8 @@ class Engine:
             self.cells |= {(target, i): past for i, past in enumerate(kept)}
 
     def begin(self) -> StepPlan | None:
-        if self.flying and not (self.ahead and len(self.flying) == 1 and self.scheduler.look_ahead()):
+        most = max(2, self.scheduler.stages)
+        if self.flying and not (self.ahead and len(self.flying) < most and self.scheduler.look_ahead()):
             return None
         plan = self.scheduler.schedule(self.now)
         self.now += 0.01
@@ -315,6 +316,7 @@ def make(
     windows=WHOLE,
     scarce=0.0,
     tails=4,
+    stages=1,
 ) -> Engine:
     """
     Args:
@@ -345,10 +347,11 @@ def make(
         speculation=speculation,
         windows=windows,
         tail_interval=tails,
+        stages=stages,
     )
     if block_seconds is not None:
         scheduler.predict_by(TIMES)
-    return Engine(scheduler, ahead, windows)
+    return Engine(scheduler, ahead or stages > 1, windows)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0, params=DRAWN, **promise) -> Request:
@@ -369,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
     all, to and from which copies travel, arrive in any order, and fail. Often there are drafts: right, wrong, or both.
     Often some layers, or all, see no further back than a window, and there are blocks for that only. Some requests run
-    alone.
+    alone. Often the model is computed in stages.
     """
 
     @initialize(
@@ -387,6 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([*[WHOLE] * 6, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
         scarce=st.floats(0.0, 1.0),
         tails=st.sampled_from([4, 4, 0, 1, 7, 63]),
+        stages=st.sampled_from([1, 1, 1, 2, 3, 4]),
     )
     def start(self, num_blocks, budget, sequences, prefix, wrong, **how):
         drafts = None if wrong is None else guessing(expected, wrong)

@@ -235,11 +235,6 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (SMALLEST + "    device: cuda", "up.yaml:4: instances[0].device: the shares of cuda:0 add up to 1.8"),
         (
-            SMALLEST + "    tensor-parallel-size: 2\nkv-pool: {}",
-            "up.yaml:5: kv-pool: a KV pool server holds blocks in the host's memory, and group 'engine' has them "
-            "spread over 2 ranks",
-        ),
-        (
             SMALLEST + "  - {name: b, device: 'modelled:h200'}",
             "up.yaml:4: instances[1].device: 'modelled:h200', allowed",
         ),

@@ -12,8 +12,8 @@ MAX_MESSAGE = 64 << 10  # bytes
 
 
 class OpenCache(msgspec.Struct, tag=True, frozen=True):
-    """Make the KV cache, and run the plans that come. Its blocks are in the memfd whose descriptor comes with this, if
-    one does.
+    """Make the KV cache, and run the plans that come. Its blocks are in the memfd whose descriptor comes with this, of
+    which all ranks have their parts; on a device they are in its own memory.
 
     Attributes:
         num_blocks: the same on all ranks.
@@ -79,6 +79,16 @@ class Opened(msgspec.Struct, tag=True, frozen=True):
     """Plans can come."""
 
 
+class Computed(msgspec.Struct, tag=True, frozen=True):
+    """The last stage has computed the next plan: an `Answer` lies in the memory that ranks share.
+
+    Attributes:
+        size: bytes of it.
+    """
+
+    size: int
+
+
 class Logged(msgspec.Struct, tag=True, frozen=True):
     """A line for the log, as `logging` has it."""
 
@@ -99,7 +109,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     field: str | None = None
 
 
-FromRank = Gives | Loaded | Opened | Logged | Ended
+FromRank = Gives | Loaded | Opened | Computed | Logged | Ended
 decode_from_rank = decoder(FromRank).decode
 ToRank = WeightSources | OpenCache | Rest | Resume
 decode_to_rank = decoder(ToRank).decode

@@ -1,17 +1,36 @@
-"""Plans to bytes and back."""
+"""Plans to bytes and back, and what came of them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.plan import SequenceStep, StepPlan, StepResult
 from penstock.core.sampling import SamplingParams
+from penstock.engine.executor.base import MaskCosts
 
 PARAMS_KEPT = 4096  # parsed ones; a request's stay the same for all of its steps
 encode_plan = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of the last stage to a plan.
+
+    Attributes:
+        costs, counts: of its worker, so far.
+    """
+
+    result: StepResult
+    costs: MaskCosts
+    counts: Mapping[str, int]
+
+
+encode_answer = msgspec.msgpack.Encoder().encode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 @dataclass(slots=True)

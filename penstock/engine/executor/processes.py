@@ -1,8 +1,8 @@
 """Several workers that compute one model together: rank 0 in the engine's process, the others in their own.
 
-Every rank runs every plan on its shard of the model, and has the same tokens at the end (`nn/ranks.py`), so that only
-plans go to them, through shared memory, and nothing comes back. A rank that ends or stands still ends all waits for it,
-and the engine. The other ranks end with the engine.
+Every rank runs every plan on its part of the model. Plans go to them through shared memory. The shards of a stage have
+the same at its end (`nn/ranks.py`); with one stage nothing comes back, and with several what the last has drawn does. A
+rank that ends or stands still ends all waits for it, and the engine. The other ranks end with the engine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.heartbeat import FATAL
-from penstock.core.layout import KVLayout
 from penstock.core.memory import Part
 from penstock.core.plan import StepPlan
 from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import (
     MAX_MESSAGE,
+    Computed,
     Ended,
     Gives,
     Loaded,
@@ -47,21 +48,19 @@ from penstock.core.wire.rank import (
     WeightSources,
     decode_from_rank,
 )
-from penstock.engine.executor.base import MaskCosts, Pending, Ran
+from penstock.engine.executor.base import Computes, MaskCosts, Pending, Ran
+from penstock.engine.executor.exchanges import Desk, Exchanges
 from penstock.engine.executor.inline import InlineExecutor
-from penstock.engine.executor.plans import encode_plan
+from penstock.engine.executor.pipeline import Answers, PipelineExecutor
+from penstock.engine.executor.plans import decode_answer, encode_plan
 from penstock.engine.options import EngineOptions
 from penstock.engine.weights import WeightManager, passed
-from penstock.nn.ranks import Ranks, SharedMemoryRanks, joined
 from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:
     from penstock.engine.worker import Worker
 
 log = logging.getLogger("penstock.engine")
-# Of plans that all ranks have read; two are in flight, and one is being written. The memory is found when it is used.
-SLOTS = 4
-SLOT_BYTES = 256 << 20
 LOOK = 1.0  # seconds between two looks at a rank that is waited for
 STUCK = 4  # looks in a row at which one has used no processor
 GOES = 5.0  # seconds that a process has to end after it was killed
@@ -104,13 +103,13 @@ class RankProcesses:
     """Starts all ranks but rank 0, and watches them. From any thread.
 
     Args:
-        options: of the engine; `tensor_parallel_size` of them is how many ranks there are.
+        options: of the engine; `layout` of them says which ranks there are.
         device: rank 0's; on a CPU all have the same.
         threads: that each rank's kernels run on.
         peers: gives the other ranks' weights too, and they ask whom it asks; None without any.
 
     Attributes:
-        ranks: rank 0's own.
+        exchanges: rank 0's own.
         failure: what has happened to one of them.
     """
 
@@ -119,20 +118,20 @@ class RankProcesses:
     ) -> None:
         self._device, self._peers = device, peers
         self._meeting = f"{tempfile.gettempdir()}/penstock-ranks-{secrets.token_hex(8)}"  # made where it is used
-        size = options.tensor_parallel_size
-        exchanged = SharedMemoryRanks.bytes_for(size)
+        self._layout = layout = options.layout
         fd = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(fd, exchanged + SLOTS * SLOT_BYTES)
-        self._memory = mmap.mmap(fd, exchanged + SLOTS * SLOT_BYTES)
-        self._plans = exchanged  # where they begin
-        self._posted = 0
-        self.ranks = SharedMemoryRanks(self._memory, 0, size)
+        os.ftruncate(fd, Desk.bytes_for(layout))
+        memory = mmap.mmap(fd, Desk.bytes_for(layout))
+        self._desk = Desk(memory, layout)
+        self.exchanges = Exchanges(memory, 0, layout)
+        self._answers: Answers | None = None  # that somebody waits for
         self.failure: RankFailed | ConfigError | None = None
         self._closing = False
         self._changed = threading.Condition()
         try:
             told = None if peers is None else peers.told
-            self.others = [_start(rank, fd, options, threads, self._meeting, told) for rank in range(1, size)]
+            numbers = range(1, layout.group_size)
+            self.others = [_start(rank, fd, options, threads, self._meeting, told) for rank in numbers]
         finally:
             os.close(fd)
         self._thread = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
@@ -142,13 +141,19 @@ class RankProcesses:
         """Of rank 0's own and these."""
         return ProcessExecutor(own, self)
 
+    def pipeline(self, own: Computes, clock: Clock) -> PipelineExecutor:
+        """The same where these are several stages."""
+        executor = PipelineExecutor(own, self, clock)
+        self._answers = executor.answers
+        return executor
+
     def memory(self, own: Worker) -> ProcessMemory:
         """Of rank 0's worker and these."""
         return ProcessMemory(own, self)
 
-    def join(self) -> Ranks:
-        """What rank 0's model exchanges through."""
-        return joined(self._device, self.ranks, self._meeting)
+    def join(self) -> Exchanges:
+        """What rank 0's model exchanges with the others."""
+        return self.exchanges.on(self._device, self._meeting)
 
     @property
     def can_settle(self) -> bool:
@@ -161,19 +166,16 @@ class RankProcesses:
         self._await(lambda rank: rank.room is not None)
         return min(rank.room or 0 for rank in self.others)
 
-    def open(self, num_blocks: int, max_model_len: int, mapped: KVLayout | None = None) -> list[PoolMemory]:
+    def open(self, num_blocks: int, max_model_len: int, memory: PoolMemory | None) -> None:
         """Have all make their KV cache. Raises RankFailed or ConfigError.
 
         Args:
-            mapped: layout of a rank's part, where this process is to see all of them; they are returned.
+            memory: of the blocks, which all have in common; None where each has its part of them on its device.
         """
-        message, parts = encode(OpenCache(num_blocks, max_model_len)), []
+        count, fds = (num_blocks, []) if memory is None else (memory.num_blocks, [memory.fd])
         for rank in self.others:
-            if mapped is not None:
-                parts.append(PoolMemory.memfd(num_blocks, mapped.block_bytes))
             with suppress(OSError):  # whoever watches has noticed, or will
-                socket.send_fds(rank.link, [message], [part.fd for part in parts[-1:]])
-        return parts
+                socket.send_fds(rank.link, [encode(OpenCache(count, max_model_len))], fds)
 
     def opened(self) -> None:
         """Wait until all can run plans. Raises RankFailed or ConfigError."""
@@ -188,17 +190,14 @@ class RankProcesses:
         self._post(b"")
 
     def post(self, plan: StepPlan) -> None:
-        """Have all run a plan. Of those that were posted before, all but the last two have been run."""
+        """Have all run a plan. Of those that were posted before, all but the last ones have been run: two, or as many
+        as there are stages."""
         self._post(encode_plan(plan))
 
     def _post(self, data: bytes) -> None:
         """Empty: there is an order."""
-        assert len(data) <= SLOT_BYTES - 8, f"a plan of {len(data)} bytes"
-        at = self._plans + self._posted % SLOTS * SLOT_BYTES
-        self._memory[at : at + 8] = len(data).to_bytes(8, "little")
-        self._memory[at + 8 : at + 8 + len(data)] = data
-        self._posted += 1
-        self.ranks.post()
+        self._desk.put_plan(data)
+        self.exchanges.world.post()
 
     def expect_alive(self) -> None:
         """Raises RankFailed when one has failed."""
@@ -211,12 +210,14 @@ class RankProcesses:
             if self.failure is None and not self._closing:
                 self.failure = error
             self._changed.notify_all()
-        self.ranks.fail(rank)
+        self.exchanges.fail(rank)
+        if self._answers is not None:
+            self._answers.put(None)
 
     def close(self) -> None:
         """End all. No thread may be in an exchange that it is to come out of whole."""
         self._closing = True
-        self.ranks.fail(0)
+        self.exchanges.fail(0)
         for rank in self.others:
             rank.process.kill()
         for rank in self.others:
@@ -247,7 +248,7 @@ class RankProcesses:
                     waiter.unregister(fd)
                     rank.link.close()
                     del links[fd]
-            number = self.ranks.awaits
+            number = self._awaited()
             if not number or not self.others[number - 1].opened:  # one that loads may wait long for a disk
                 watched, looks = None, 0
                 continue
@@ -257,6 +258,15 @@ class RankProcesses:
             watched = seen
             if looks == STUCK:
                 self._failed(awaited, "stands still")
+
+    def _awaited(self) -> int:
+        """The rank that others wait for, while it waits for none; 0 where nobody waits."""
+        number = self._layout.answering if self._answers is not None and self._answers.awaited else 0
+        for _ in range(self._layout.group_size):
+            if (other := self.exchanges.awaits(number)) is None:
+                break
+            number = other
+        return number
 
     def _hear(self, rank: Rank) -> bool:
         """One message; False when there will be no more."""
@@ -280,6 +290,9 @@ class RankProcesses:
                 rank.room = room
             case Opened():
                 rank.opened = True
+            case Computed(size):
+                assert self._answers is not None
+                self._answers.put(decode_answer(self._desk.next_answer(size)))
             case Logged(logger, level, text):
                 logging.getLogger(logger).log(level, "rank %d: %s", rank.rank, text)
             case Ended(text, wrong_option, field):

@@ -27,6 +27,7 @@ from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import (
     MAX_MESSAGE,
+    Computed,
     Ended,
     Loaded,
     Logged,
@@ -80,13 +81,12 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     """Load, and run plans until rank 0 ends. Raises RankFailed then."""
     import torch
 
-    from penstock.engine.executor.plans import PlanDecoder
-    from penstock.engine.executor.processes import SLOT_BYTES, SLOTS
+    from penstock.engine.executor.exchanges import Desk, Exchanges
+    from penstock.engine.executor.plans import Answer, PlanDecoder, encode_answer
     from penstock.engine.options import EngineOptions, device_of
     from penstock.engine.weights import WeightManager, pass_to_rank_0
     from penstock.engine.worker import Worker
     from penstock.nn import native
-    from penstock.nn.ranks import SharedMemoryRanks, joined
     from penstock.transfer.pool import memfd_pool, pool_over
 
     options = EngineOptions(**settings["options"])
@@ -94,9 +94,9 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
         native.use(options.isa)
     torch.set_num_threads(settings["threads"])
     native.set_threads(settings["threads"])
-    size = options.tensor_parallel_size
+    layout = options.layout
     memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
-    ranks = SharedMemoryRanks(memory, settings["rank"], size, settings["parent"])
+    others, desk = Exchanges(memory, settings["rank"], layout, settings["parent"]), Desk(memory, layout)
     peers = None
     if settings["asks"]:
         if not (data := link.recv(MAX_MESSAGE)):
@@ -104,7 +104,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
         told = decode_to_rank(data)
         assert isinstance(told, WeightSources)
         peers = WeightManager.of(told, pass_on=partial(pass_to_rank_0, link))
-    worker = Worker(options, joined(device_of(options.device), ranks, settings["meeting"]), peers=peers)
+    worker = Worker(options, others.on(device_of(options.device), settings["meeting"]), peers=peers)
     link.send(encode(Loaded(worker.room())))
     data, fds, *_ = socket.recv_fds(link, MAX_MESSAGE, 1)
     if not data:
@@ -114,15 +114,16 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     worker.open(wanted.num_blocks, wanted.max_model_len, pool_over(fds[0]) if fds else memfd_pool)
     link.send(encode(Opened()))
     worker.save_weights()
-    decode, plans = PlanDecoder(), SharedMemoryRanks.bytes_for(size)
-    number = 0
+    decode, runner = PlanDecoder(), worker.runner
+    answers = layout.pipeline > 1 and settings["rank"] == layout.answering
     while True:
-        ranks.await_plan()
-        at = plans + number % SLOTS * SLOT_BYTES
-        length = int.from_bytes(memory[at : at + 8], "little")
-        number += 1
-        if length:
-            worker.runner.run(decode(memory[at + 8 : at + 8 + length]))
+        others.world.await_plan()
+        if plan := desk.next_plan():
+            result = runner.run(decode(plan))
+            if answers:
+                answer = encode_answer(Answer(result, runner.mask_costs, runner.counts()))
+                desk.put_answer(answer)
+                link.send(encode(Computed(len(answer))))
         elif data := link.recv(MAX_MESSAGE):
             obey(worker, decode_to_rank(data))
             link.send(encode(Opened()))
@@ -132,7 +133,7 @@ def obey(worker: Worker, order: ToRank) -> None:
     """Raises ConfigError as `Worker.wake_up` does."""
     match order:
         case Rest(level=level):
-            worker.sleep(level)
+            worker.sleep(level, ())  # what ranks share rank 0 gives back
         case Resume(parts=parts):
             worker.wake_up(parts)
 

@@ -58,7 +58,8 @@ class Decoder(nn.Module):
         bounded_logits: where it has them; see `bound_logits`.
 
     Args:
-        shard: of every layer's heads and gates, and of the vocabulary.
+        shard: of every layer's heads and gates, and of the vocabulary; and of the layers, where it is one of several
+            stages.
     """
 
     weights: ClassVar[WeightMap] = WEIGHTS
@@ -76,9 +77,9 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         self.config, self.shard = config, shard
-        blocks = [self.block(config, layer, shard) for layer in range(config.num_layers)]
+        blocks = {layer: self.block(config, layer, shard) for layer in shard.layers(config.num_layers)}
         self.model = Stack(config, blocks, self.norm, shard)
-        self.lm_head = None if config.tie_embeddings else self._new_head()
+        self.lm_head = None if config.tie_embeddings or not shard.is_last else self._new_head()
         self.headless = False
         self._rotations: list[Rotation] = []
         self.bounded_logits: BoundedLogits | None = None
@@ -95,14 +96,16 @@ class Decoder(nn.Module):
         """
         for name, module in list(self.named_modules()):
             # an embedding is only looked up in, unless it is the head too
-            if isinstance(module, Linear) and (module is self.head or not isinstance(module, Embedding)):
+            is_head = self.shard.is_last and module is self.head
+            if isinstance(module, Linear) and (is_head or not isinstance(module, Embedding)):
                 module.hold(*how(name))
 
     def untie(self) -> Linear:
         """Have a head other than the embedding; it is on "meta"."""
+        embedding = self.head
         with torch.device("meta"):
             self.lm_head = self._new_head().to(self.dtype)
-            self.lm_head.hold(self.model.embed_tokens.method, self.model.embed_tokens.format)
+            self.lm_head.hold(embedding.method, embedding.format)
         return self.lm_head
 
     def _new_head(self) -> Linear:
@@ -115,7 +118,7 @@ class Decoder(nn.Module):
         Args:
             take: makes memory for it.
         """
-        if self.headless:
+        if self.headless or not self.shard.is_last:
             return
         part = self.shard.part_of(self.config.vocab_size) * self.config.hidden_size * self.dtype.itemsize
         if part < least:
@@ -129,7 +132,11 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Linear:
-        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+        """Only the last stage has it."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None
+        assert self.shard.is_last
+        return head
 
     @property
     def quantised(self) -> bool:
@@ -138,35 +145,54 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        return self._some_linear.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        return self._some_linear.weight.device
+
+    @property
+    def _some_linear(self) -> Linear:
+        return self.model.embed_tokens or next(part for part in self.modules() if isinstance(part, Linear))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
         self.bounded_logits = None  # weights move, or change their type
         self._rotations = []
         return super()._apply(*args, **kwargs)
 
-    def forward(self, batch: Batch, cache: KVLayers, look: Callable[[], None] = lambda: None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        cache: KVLayers,
+        look: Callable[[], None] = lambda: None,
+        came: Tensor | None = None,
+    ) -> Tensor:
         """Compute a step's rows, op by op, and store their K and V.
 
         Args:
             batch: the rows.
-            cache: of each layer.
+            cache: of each of its layers.
             look: called before each layer; what it raises ends the step.
+            came: of all stages but the first: what the one before has returned.
 
         Returns:
-            [rows, hidden], normed; of `batch.kept`, where only those are wanted.
+            [rows, hidden], normed; of `batch.kept`, where only those are wanted. Of all stages but the last [2, rows,
+            hidden]: what to add to the residual stream, and that.
         """
         rotations = self.rotations(batch)
-        x = self.model.embed_tokens(batch.tokens)
-        residual = torch.zeros_like(x)
+        if came is None:
+            assert self.model.embed_tokens is not None
+            x = self.model.embed_tokens(batch.tokens)
+            residual = torch.zeros_like(x)
+        else:
+            x, residual = came.unbind()
+        last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
             look()
-            kept = batch.kept if i == self.config.num_layers - 1 else None
+            kept = batch.kept if i == last else None
             x, residual = layer(x, residual, rotations, cache[i], batch.tables[cache[i].group], kept)
+        if self.model.norm is None:
+            return torch.stack((x, residual))
         return self.model.norm.after(x, residual)[0]
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:

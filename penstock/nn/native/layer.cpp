@@ -93,7 +93,7 @@ struct Progress {
 
     void until_attention(int64_t i, const Cache* caches, int64_t query_heads) {
         const Layer& layer = decoder.layers[i];
-        if (i == 0) {
+        if (i == 0 && (decoder.embedding || decoder.quantised_embedding)) {
             if (decoder.ranks)
                 embed_own(decoder, rows, x);
             else
@@ -133,7 +133,7 @@ struct Progress {
         sum_up(count);
         if (over()) return;
         post_normed(layer.feed_forward_post_norm, count);
-        if (last) normed(decoder.norm, count);
+        if (last && decoder.norm) normed(decoder.norm, count);
     }
 };
 
@@ -166,6 +166,8 @@ int64_t penstock_scratch_width(const Decoder* decoder) { return scratch_width(*d
 
 // A whole step, with a cache for each layer: `out` becomes [rows, hidden], after the last norm; what is wanted comes first,
 // and nothing else is of any use. `heads` are those of q. Returns MET, or why ranks have not met, or INTERRUPTED.
+// Without an embedding, `out` and the residual stream, which is what scratch begins with, are what the stage before has
+// left of them; and without a norm these are what the next one goes on with.
 int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
                       void* out) {
     int64_t status = MET;

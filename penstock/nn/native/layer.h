@@ -30,14 +30,14 @@ struct Layer {
 };
 
 // With ranks, what this one has of a model: some heads and gates of every layer, and the embedding of some tokens. What o
-// and down make of theirs are summands.
+// and down make of theirs are summands. Of a pipeline's stages only the first has an embedding, and only the last a norm.
 struct Decoder {
     const Layer* layers;
     int64_t count;
-    const void* embedding;  // [vocab, hidden], or packed
+    const void* embedding;  // [vocab, hidden], or packed; null where there is none, and no quantised one either
     int64_t vocab, hidden, embedding_is_packed;
     const Quantised* quantised_embedding;  // or null
-    const void* norm;
+    const void* norm;    // or null
     int64_t wide_norms;  // all weights of norms are float32
     int64_t activation;  // of gates
     float eps, scale, embedding_scale;

@@ -60,6 +60,21 @@ struct Ranks {
     char* buffer(int64_t rank) const { return buffers + (rank * 2 + (meetings & 1)) * PIECE; }
 };
 
+struct PipeMemory {
+    Counter put, taken;  // pieces
+    alignas(64) int64_t bytes[2]{};
+};
+
+struct Pipe {
+    Ranks* ranks;  // by which it is known who has failed
+    PipeMemory* memory;
+    char* buffers;
+    int32_t other;  // 1 + the rank at the other end
+    uint32_t pieces = 0;
+
+    char* buffer() const { return buffers + (pieces & 1) * PIECE; }
+};
+
 namespace {
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
@@ -157,6 +172,10 @@ void sum(const Ranks& ranks, char* x, int64_t first, int64_t end) {
     }
 }
 
+void copy(char* to, const char* from, int64_t bytes) {
+    each_share(bytes, [&](int64_t first, int64_t end) { std::memcpy(to + first, from + first, end - first); });
+}
+
 int64_t place_bytes(int64_t size) { return sizeof(Shared) + size * sizeof(Place); }
 
 }  // namespace
@@ -168,7 +187,7 @@ int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count) {
         char* here = static_cast<char*>(x) + at;
         const int64_t piece = std::min(PIECE, bytes - at);
         char* own = ranks.buffer(ranks.rank);
-        each_share(piece, [&](int64_t first, int64_t end) { std::memcpy(own + first, here + first, end - first); });
+        copy(own, here, piece);
         if (const int64_t status = meet(ranks, piece)) return status;
         each_share(piece, [&](int64_t first, int64_t end) {
             is_bf16 ? sum<bf16>(ranks, here, first, end) : sum<float>(ranks, here, first, end);
@@ -190,6 +209,28 @@ int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out) {
         ranks.meetings++;
         at += PIECE;
     } while (at < bytes);
+    return MET;
+}
+
+int64_t send(Pipe& pipe, const void* x, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += PIECE, pipe.pieces++) {
+        const int64_t piece = std::min(PIECE, bytes - at);
+        if (const int64_t status = await(*pipe.ranks, pipe.memory->taken, pipe.pieces - 1, pipe.other)) return status;
+        copy(pipe.buffer(), static_cast<const char*>(x) + at, piece);
+        pipe.memory->bytes[pipe.pieces & 1] = piece;
+        count_up(pipe.memory->put, pipe.pieces + 1);
+    }
+    return MET;
+}
+
+int64_t receive(Pipe& pipe, void* x, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += PIECE, pipe.pieces++) {
+        const int64_t piece = std::min(PIECE, bytes - at);
+        if (const int64_t status = await(*pipe.ranks, pipe.memory->put, pipe.pieces + 1, pipe.other)) return status;
+        if (pipe.memory->bytes[pipe.pieces & 1] != piece) return DISAGREE;
+        copy(static_cast<char*>(x) + at, pipe.buffer(), piece);
+        count_up(pipe.memory->taken, pipe.pieces + 1);
+    }
     return MET;
 }
 
@@ -235,6 +276,19 @@ void penstock_ranks_fail(Ranks* ranks, int64_t rank) {
     for (int64_t r = 0; r < ranks->size; r++) wake_all(ranks->places[r].met.count);
 }
 
-// 1 + the rank that this one has been waiting for so long that it sleeps, or 0.
-int64_t penstock_ranks_awaits(const Ranks* ranks) { return ranks->places[ranks->rank].awaits.load(); }
+// 1 + the rank that a rank has been waiting for so long that it sleeps, or 0.
+int64_t penstock_ranks_awaits(const Ranks* ranks, int64_t rank) { return ranks->places[rank].awaits.load(); }
+
+// Of the memory of a pipe. It begins as zeros.
+int64_t penstock_pipe_bytes() { return sizeof(PipeMemory) + 2 * PIECE; }
+
+// One end of a pipe, whose other one another rank has; never freed, as ranks are not.
+int64_t penstock_pipe_open(void* memory, Ranks* ranks, int64_t other) {
+    char* base = static_cast<char*>(memory);
+    auto* shared = reinterpret_cast<PipeMemory*>(base);
+    return reinterpret_cast<int64_t>(new Pipe{ranks, shared, base + sizeof(PipeMemory), static_cast<int32_t>(other + 1)});
+}
+
+int64_t penstock_send(Pipe* pipe, const void* x, int64_t bytes) { return send(*pipe, x, bytes); }
+int64_t penstock_receive(Pipe* pipe, void* x, int64_t bytes) { return receive(*pipe, x, bytes); }
 }

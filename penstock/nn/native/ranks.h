@@ -7,6 +7,8 @@
 //
 // A rank that does not come is told by whoever watches it (`penstock_ranks_fail`). Then, and when a rank's parent has
 // gone, every wait ends, and so does every later one.
+//
+// Beside that two ranks may have a pipe, through which one sends what the other receives.
 #pragma once
 
 #include <cstdint>
@@ -23,5 +25,11 @@ int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count);
 
 // out[size][bytes] is what each rank has in x[bytes].
 int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out);
+
+// One end of a pipe. Both send or receive the same numbers of bytes, in the same order. A sender is ahead by two pieces at
+// most.
+struct Pipe;
+int64_t send(Pipe& pipe, const void* x, int64_t bytes);
+int64_t receive(Pipe& pipe, void* x, int64_t bytes);
 
 }  // namespace penstock

@@ -107,6 +107,7 @@ class Scheduler:
         speculation: a new one; None computes no drafts.
         windows: of the model's groups of layers (`kv.groups`). Blocks that left them are given back.
         tail_interval: see `KVManager`.
+        stages: of the pipeline that computes steps.
     """
 
     def __init__(
@@ -121,14 +122,16 @@ class Scheduler:
         speculation: Speculation | None = None,
         windows: Windows = WHOLE,
         tail_interval: int = TAIL_INTERVAL,
+        stages: int = 1,
     ) -> None:
         self.pool = pool
+        self.stages = stages
         self.root = root
         self.counters = SchedulerCounters()
         self.offload = offload
         self.speculation = speculation
         self._policy = Fcfs() if policy is None else policy
-        self._in_flight = InFlightSteps()
+        self._in_flight = InFlightSteps(stages)
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows, tail_interval)
         self._windows = windows
         self.measurements = Measurements()
@@ -472,6 +475,8 @@ class Scheduler:
         together = self._running if not self._alone else [s for s in self._running if s.id not in self._alone]
         for sequence in together:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
+        if self.stages > 1:  # each stage is to have its share of them, and those that waited longest come first
+            del decoding[-(-(len(together) + len(self._in_flight.ending)) // self.stages) :]
         builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
         if self._policy.steady and not (prefilling or self._waiting):
             self._decode(builder, decoding)
@@ -546,7 +551,8 @@ class Scheduler:
         """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
         if self._alone:
             return False  # what breaks an engine is to be told from what is computed with it
-        if self.speculation is not None and any(self._in_flight.of(s) for s in self.speculation.hot.values()):
+        hot = () if self.speculation is None or self.stages > 1 else self.speculation.hot.values()
+        if any(self._in_flight.of(s) for s in hot):
             return False
         return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
 
@@ -841,7 +847,7 @@ class Scheduler:
     @property
     def _crowd(self) -> int:
         """Sequences that run here or soon will, or that may yet stay; of a beam search as many as it is wide."""
-        here = sum([s.rows for s in self._running]) + len(self._in_flight.ending)
+        here = sum([s.rows for s in (*self._running, *self._in_flight.ending.values())])
         return here + len(self._migrating) + len(self.reservations.open)
 
     def _preempt(self, victim: Sequence, *, known: bool = True) -> None:

@@ -12,6 +12,9 @@ as a placeholder, a negative number that says which of the step's samples it wil
 its place. `update` takes all that back and records what has really been. So the scheduler has a single state, and
 schedules ahead by the same rules.
 
+Where a model is computed in stages, as many steps are in flight as there are stages. Of a prompt one step after the
+other is on its way through them; a sequence of which a token is to be sampled is in no other step until that is there.
+
 A sequence that a stop token ends, or that is cancelled, is still in the step after that, whose result for it is
 dropped: one token at most.
 
@@ -40,7 +43,6 @@ from penstock.sched.steptime import StepTime
 if TYPE_CHECKING:
     from penstock.sched.factors import FactorLearner
 
-MOST = 2  # steps in flight: one that runs, and one that begins as soon as that has ended
 WEIGHT = 0.1  # of the newest value in a mean
 LEARN_EVERY = 0.05  # seconds between two steps that are compared with predictions, which costs time
 PACE_EVERY = 7  # steps, of which the time of one is compared with what it would be without factors
@@ -53,7 +55,7 @@ class InFlightStep:
 
     Attributes:
         sequences: that it computes, those without that have let go of their blocks meanwhile.
-        counted: its outcome is counted ahead.
+        counted: its outcome is counted ahead, as far as it is known.
         kept: blocks that were let go of and that it may touch, to be released when it has landed.
         offline: all its sequences are.
     """
@@ -68,12 +70,17 @@ class InFlightStep:
 class InFlightSteps:
     """The steps of one scheduler that were launched and not updated, in order.
 
+    Args:
+        stages: of the pipeline that computes them.
+
     Attributes:
-        ending: sequences that the step counted ahead brings to their greatest length, or to where they migrate. They
-            hold their blocks and run no further.
+        most: steps in flight: one for each stage, or one that runs and one that begins as soon as that has ended.
+        ending: sequences that a step counted ahead brings to their greatest length, or to where they migrate; with
+            stages, all of which it samples a token. They hold their blocks, and run no further until it has landed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 1) -> None:
+        self.stages, self.most = stages, max(2, stages)
         self.ending: dict[str, Sequence] = {}
         self._in_flight: list[InFlightStep] = []
         self._wanted = False
@@ -83,7 +90,7 @@ class InFlightSteps:
 
     def launch(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> bool:
         """Returns whether all its sequences are offline."""
-        assert len(self._in_flight) < MOST
+        assert len(self._in_flight) < self.most
         if not self._in_flight:
             self._wanted = False  # a preemption that waited could have run
         flight = InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences})
@@ -92,26 +99,34 @@ class InFlightSteps:
         return flight.offline
 
     def look_ahead(self, running: list[Sequence], longest: int) -> bool:
-        """Count the step in flight as done; sequences that end by it leave `running`. False when nothing may be
-        scheduled before it is.
+        """Count the steps in flight as done; sequences that end by them leave `running`. False when nothing may be
+        scheduled before one is.
 
         Args:
             longest: tokens of a sequence at most.
         """
-        if len(self._in_flight) != 1 or self.held_back:
+        if not 0 < len(self._in_flight) < self.most or self.held_back:
             return False
-        flight = self._in_flight[0]
-        if flight.counted:
-            return True
+        return all(flight.counted or self._count(flight, running, longest) for flight in self._in_flight)
+
+    def _count(self, flight: InFlightStep, running: list[Sequence], longest: int) -> bool:
+        """Whether its outcome is known well enough; then it is counted."""
         here = flight.sequences
-        for step in flight.plan.sequences:
+        for step in flight.plan.sequences if self.stages == 1 else ():
             if step.sample > 1 or step.candidates:
                 return False  # how far it goes on is not known, or which beams do
         flight.counted = True
         row = 0
         for step in flight.plan.sequences:
             if (sequence := here.get(step.request_id)) is not None:
-                self._count_ahead(sequence, step, row, running, longest)
+                if self.stages == 1:
+                    self._count_ahead(sequence, step, row, running, longest)
+                elif step.sample or step.candidates or step.start + len(step.tokens) == len(sequence.tokens):
+                    running.remove(sequence)
+                    self.ending[sequence.id] = sequence
+                else:
+                    sequence.in_flight += len(step.tokens)
+                    sequence.computed += len(step.tokens)
             row += step.sample
         return True
 
@@ -133,16 +148,22 @@ class InFlightSteps:
         """A step has ended: undo its look-ahead. None when it was not launched."""
         if not self._in_flight:
             return None
+        for flight in self._in_flight:
+            if flight.counted:
+                self._undo(flight, running)
         flight = self._in_flight.pop(0)
         assert flight.plan is plan, "steps end in the order in which they were launched"
-        for sequence in flight.sequences.values() if flight.counted else ():
+        return flight
+
+    def _undo(self, flight: InFlightStep, running: list[Sequence]) -> None:
+        flight.counted = False
+        for sequence in flight.sequences.values():
             sequence.computed -= sequence.in_flight
             sequence.in_flight = 0
             if sequence.tokens[-1] < 0:
                 sequence.tokens.pop()
             if self.ending.pop(sequence.id, None) is not None:
                 running.append(sequence)
-        return flight
 
     def of(self, sequence: Sequence) -> InFlightStep | None:
         """The last one that computes a sequence."""
@@ -189,12 +210,14 @@ class InFlightSteps:
         """Raise AssertionError unless what is counted ahead is what is in flight."""
         counted = {s for flight in self._in_flight if flight.counted for s in flight.sequences.values()}
         assert counted >= set(self.ending.values())
-        assert sum(flight.counted for flight in self._in_flight) <= 1
+        assert self.stages > 1 or sum(flight.counted for flight in self._in_flight) <= 1
         for flight in self._in_flight:
             for step in flight.plan.sequences:
                 if (sequence := flight.sequences.get(step.request_id)) is not None:
                     assert sequence.blocks, "a sequence in flight has let go of its blocks"
-                    if flight.counted:
+                    if flight.counted and self.stages > 1:
+                        assert sequence.id in self.ending or sequence.computed >= step.start + len(step.tokens)
+                    elif flight.counted:
                         assert sequence.in_flight == len(step.tokens)
                         assert sequence.computed == step.start + len(step.tokens)
                         assert (sequence.tokens[-1] < 0) == bool(step.sample)

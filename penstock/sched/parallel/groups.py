@@ -2,8 +2,8 @@
 
 1. A new sequence goes to the group with the most free KV (`admit`).
 2. Before a step, groups that take longer than others give work away (`even_out`): their whole batch, a sequence, or a
-   part of a sequence. Of a part the other group is sent the KV and, in every step, the query; it returns an output and a
-   log-sum-exp, which the owner merges with its own in the order of positions.
+   part of a sequence. Of a part the other group is sent the KV and, in every step, the query; it returns an output and
+   a log-sum-exp, which the owner merges with its own in the order of positions.
 3. In a group, work is spread over the units of its device (`sched.parallel.units`).
 
 What a sequence's attention is cut into are always pieces of SPLIT tokens, counted from its start, whoever computes

@@ -1,0 +1,163 @@
+"""Who exchanges what with whom among the ranks of one model."""
+
+from __future__ import annotations
+
+import mmap
+from functools import cached_property
+
+import torch
+
+from penstock.core.parallel import Layout
+from penstock.nn.linear import Shard
+from penstock.nn.ranks import DevicePipe, DistributedRanks, Pipe, Ranks, SharedMemoryPipe, SharedMemoryRanks
+
+# Of plans that all ranks have read: as many are in flight as there are stages, or two, and one is being written. The
+# memory is found when it is used.
+SLOT_BYTES = 256 << 20
+
+
+class Desk:
+    """Where plans lie for the ranks of a model, and what came of them for rank 0; behind what they exchange."""
+
+    def __init__(self, memory: mmap.mmap, layout: Layout) -> None:
+        self._memory = memory
+        self._slots = _slots(layout)
+        self._plans = Exchanges.bytes_for(layout)  # where they begin
+        self._answers = self._plans + self._slots * SLOT_BYTES
+        self._posted = self._read = self._answered = 0
+
+    @staticmethod
+    def bytes_for(layout: Layout) -> int:
+        """Of the memory, with what is exchanged."""
+        return Exchanges.bytes_for(layout) + (1 + (layout.pipeline > 1)) * _slots(layout) * SLOT_BYTES
+
+    def put_plan(self, data: bytes) -> None:
+        """At rank 0."""
+        self._put(self._plans, self._posted, len(data).to_bytes(8, "little") + data)
+        self._posted += 1
+
+    def next_plan(self) -> bytes:
+        """At the others, once it can be read."""
+        at = self._plans + self._read % self._slots * SLOT_BYTES
+        self._read += 1
+        length = int.from_bytes(self._memory[at : at + 8], "little")
+        return self._memory[at + 8 : at + 8 + length]
+
+    def put_answer(self, data: bytes) -> None:
+        """At the rank that knows it."""
+        self._put(self._answers, self._answered, data)
+        self._answered += 1
+
+    def next_answer(self, size: int) -> bytes:
+        """At rank 0."""
+        at = self._answers + self._answered % self._slots * SLOT_BYTES
+        self._answered += 1
+        return self._memory[at : at + size]
+
+    def _put(self, start: int, number: int, data: bytes) -> None:
+        assert len(data) <= SLOT_BYTES, f"a plan, or what came of it, of {len(data)} bytes"
+        at = start + number % self._slots * SLOT_BYTES
+        self._memory[at : at + len(data)] = data
+
+
+def _slots(layout: Layout) -> int:
+    return max(4, layout.pipeline + 2)
+
+
+class Exchanges:
+    """What one rank of a model exchanges with the others of its group.
+
+    Attributes:
+        world: all of them, for plans and failures.
+        ranks: those that share this one's layers; None where it is alone.
+        before, after: pipes to the same shard of the stages beside its own; None where there is none.
+        on_host: as `ranks`, but through this machine's memory whatever the device is.
+
+    Args:
+        memory: shared by all, `bytes_for(layout)` of it, zeros at first.
+        layout: of the group.
+        parent: see `SharedMemoryRanks`.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, layout: Layout, parent: int = 0) -> None:
+        _, stage, shard = self.place = layout.place(rank)
+        self.layout, self._memory = layout, memory
+        self.world = SharedMemoryRanks(memory, rank, layout.group_size, parent)
+        self.on_host: SharedMemoryRanks | None = None
+        if layout.tensor > 1:
+            self.on_host = self.world
+            if layout.pipeline > 1:
+                self.on_host = SharedMemoryRanks(memory, shard, layout.tensor, parent, self._start(stage))
+        self.ranks: Ranks | None = self.on_host
+        self.before = self._pipe(stage - 1, shard, rank - layout.tensor) if stage > 0 else None
+        self.after = self._pipe(stage, shard, rank + layout.tensor) if stage < layout.pipeline - 1 else None
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(
+            self.place.shard, self.layout.tensor, self.ranks, stage=self.place.stage, stages=self.layout.pipeline
+        )
+
+    @staticmethod
+    def bytes_for(layout: Layout) -> int:
+        """Of memory, in whole pages."""
+        stages = layout.pipeline if layout.pipeline > 1 else 0
+        sets = stages * SharedMemoryRanks.bytes_for(layout.tensor)
+        pipes = (layout.pipeline - 1) * layout.tensor * SharedMemoryPipe.bytes_for()
+        return SharedMemoryRanks.bytes_for(layout.group_size) + sets + pipes
+
+    def _start(self, stage: int) -> int:
+        """Of the memory of those that share a stage."""
+        layout = self.layout
+        return SharedMemoryRanks.bytes_for(layout.group_size) + stage * SharedMemoryRanks.bytes_for(layout.tensor)
+
+    def _pipe(self, stage: int, shard: int, other: int) -> Pipe:
+        """From a stage to the next."""
+        number = stage * self.layout.tensor + shard
+        start = self._start(self.layout.pipeline) + number * SharedMemoryPipe.bytes_for()
+        return SharedMemoryPipe(self._memory, start, self.world, other)
+
+    def on(self, device: torch.device, meeting: str) -> Exchanges:
+        """The same for a model on such a device; ranks of CUDA devices wait here for each other. Once in a process.
+
+        Args:
+            meeting: path of a file that is not there, by which these find each other.
+        """
+        if device.type == "cpu":
+            return self
+        from torch import distributed
+
+        rank, size = self.world.rank, self.world.size
+        torch.cuda.set_device(rank)
+        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        for first in range(0, size, self.layout.tensor):
+            members = [*range(first, first + self.layout.tensor)]
+            group = distributed.new_group(members)  # which all ranks make together
+            if rank in members and self.on_host is not None:
+                self.ranks = DistributedRanks(members, rank, self.on_host, group)
+        here = torch.device("cuda", rank)
+        self.before = None if self.before is None else DevicePipe(here, rank - self.layout.tensor)
+        self.after = None if self.after is None else DevicePipe(here, rank + self.layout.tensor)
+        return self
+
+    def fail(self, rank: int) -> None:
+        """It has failed: every wait ends, on all ranks. From any thread."""
+        self.world.fail(rank)
+        for members in self._stage_sets:
+            members.fail(rank)
+
+    @cached_property
+    def _stage_sets(self) -> list[SharedMemoryRanks]:
+        """Views of what the shards of each stage meet in, where that is not `world`."""
+        layout = self.layout
+        if layout.tensor == 1 or layout.pipeline == 1:
+            return []
+        return [SharedMemoryRanks(self._memory, 0, layout.tensor, 0, self._start(i)) for i in range(layout.pipeline)]
+
+    def awaits(self, rank: int) -> int | None:
+        """Which rank one has been waiting for so long that it sleeps. From any thread."""
+        if (found := self.world.awaits(rank)) is not None or not self._stage_sets:
+            return found
+        _, stage, shard = self.layout.place(rank)
+        found = self._stage_sets[stage].awaits(shard)
+        return None if found is None else stage * self.layout.tensor + found
