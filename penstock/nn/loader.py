@@ -531,7 +531,7 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
     missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
-        if name.endswith(IGNORED):
+        if name.endswith(IGNORED) or _of_mtp(name, model.config):
             continue
         if name == HEAD and model.lm_head is None:
             expected = model.model.embed_tokens.tensors()["weight"]
@@ -556,6 +556,12 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
         where = f", which {INDEX} has in {files[name]}" if name in files else ""
         raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {name!r}{where}", "model")
     return sorted(found, key=lambda tensor: (place := wanted.get(_full(tensor.name))) is None or place.waits)
+
+
+def _of_mtp(name: str, config: DecoderConfig) -> bool:
+    """Whether a weight is of a layer that predicts further tokens."""
+    layer = LAYER.match(name)
+    return layer is not None and config.num_layers <= int(layer[1]) < config.num_layers + config.mtp_layers
 
 
 def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:
