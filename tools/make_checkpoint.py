@@ -27,6 +27,30 @@ LLAMA31_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+DEEPSEEK: dict[str, Any] = {
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+}
+V2_LITE: dict[str, Any] = {
+    "vocab_size": 102400,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 2,
+}
+
 
 def size(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> dict[str, int]:
     return {
@@ -82,6 +106,34 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": (
         "qwen3_moe",
         {**QWEN3, **size(2048, 48, 32, 4, 6144), **experts(128, 8, 768), "rope_parameters": QWEN3_ROPE},
+    ),
+    "deepseek-tiny": (
+        "deepseek_v3",
+        {
+            **size(256, 4, 8, 8, 768),
+            **DEEPSEEK,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 192,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "vocab_size": 8192,
+        },
+    ),
+    # a third of the layers of DeepSeek-V2-Lite, and a quarter of its experts
+    "deepseek-2b": (
+        "deepseek_v2",
+        {**size(2048, 9, 16, 16, 10944), **DEEPSEEK, **V2_LITE, "n_routed_experts": 16},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {**size(2048, 27, 16, 16, 10944), **DEEPSEEK, **V2_LITE, "n_routed_experts": 64},
     ),
     "mixtral-8x7b": (
         "mixtral",

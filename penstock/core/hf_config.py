@@ -22,6 +22,7 @@ MOST = {
     "sliding_window": 1 << 30,
     "max_window_layers": 10_000,
     "sliding_window_pattern": 10_000,
+    "num_nextn_predict_layers": 10_000,
     "q_lora_rank": 1 << 16,
     "kv_lora_rank": 1 << 16,
     "qk_nope_head_dim": 1 << 14,

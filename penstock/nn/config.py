@@ -125,6 +125,7 @@ class DecoderConfig:
         qk_norm: whether queries and keys are normed per head before the rotation.
         qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
         dtype: of the weights as config.json says, or None when it does not.
+        mtp_layers: layers behind the last one that predict further tokens (DeepSeek-V3, 2.2); they are not loaded.
         latent: of all layers' attention, where it is multi-head latent attention; then `head_dim` is that of a query.
         experts: where some layers have them; `intermediate_size` is that of the others.
     """
@@ -152,6 +153,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    mtp_layers: int = 0
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
 

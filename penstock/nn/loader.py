@@ -521,7 +521,7 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
     missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
-        if name.endswith(IGNORED) or _is_elsewhere(name, model):
+        if name.endswith(IGNORED) or _is_elsewhere(name, model) or _of_mtp(name, model.config):
             continue
         if name == HEAD and model.lm_head is None:
             expected = model.head.tensors()["weight"]
@@ -557,6 +557,12 @@ def _is_elsewhere(name: str, model: Decoder) -> bool:
     if name.startswith("model.embed_tokens."):
         return stack.embed_tokens is None
     return not shard.is_last and name.startswith(("model.norm.", "lm_head."))
+
+
+def _of_mtp(name: str, config: DecoderConfig) -> bool:
+    """Whether a weight is of a layer that predicts further tokens."""
+    layer = LAYER.match(name)
+    return layer is not None and config.num_layers <= int(layer[1]) < config.num_layers + config.mtp_layers
 
 
 def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from penstock.core.errors import ConfigError
 from penstock.core.layout import latent_group
 from penstock.nn.latent import LatentUp
 from penstock.nn.linear import Shard
@@ -72,6 +74,22 @@ def test_fp8_in_blocks_of_128_is_what_it_means(method, tmp_path, monkeypatch):
         assert torch.equal(mixer.kv_b_proj.dense(), dense[f"{prefix}kv_b_proj.weight"])
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    """As V3's checkpoints have them behind the last one."""
+    pytest.importorskip("transformers")
+    folder = write_checkpoint(tmp_path, "deepseek-v3")
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    before = load_model(folder, CPU).state_dict()
+    more = {f"model.layers.3.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+    save_file(whole | more, file)
+    after = load_model(folder, CPU).state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    save_file(whole | {"model.layers.4.enorm.weight": torch.ones(64)}, file)
+    with pytest.raises(ConfigError, match=r"model\.layers\.4\.enorm\.weight"):
+        load_model(folder, CPU)
+
+
 def _reference(codes):
     from penstock.nn.methods.quantised import Quantised
 
@@ -79,8 +97,6 @@ def _reference(codes):
 
 
 def test_options_that_cannot_be_are_refused(tmp_path):
-    from penstock.core.errors import ConfigError
-
     pytest.importorskip("transformers")
     folder = write_checkpoint(tmp_path, "deepseek-v3")
     whole = json.loads((folder / "config.json").read_text())

@@ -65,7 +65,8 @@ class DeepseekV3(DeepseekV2):
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         hf = V3 | dict(hf)
         experts = deepseek_experts(hf, corrected=True)
-        return _read(hf, experts, interleaved=bool(hf.get("rope_interleave", True)))
+        mtp_layers = count(hf, "num_nextn_predict_layers", 1, least=0)
+        return _read(hf, experts, interleaved=bool(hf.get("rope_interleave", True)), mtp_layers=mtp_layers)
 
 
 def _read(hf: Mapping[str, Any], experts: ExpertsConfig | None, *, interleaved: bool, **own: Any) -> DecoderConfig:
