@@ -179,6 +179,7 @@ class KVCache:
         self.layers = as_layers(memory, self.layout, self.part)
         self.slots = memory.view(-1, self.layout.block_bytes)
         self.blocks = self.slots[: self._num_blocks]
+        self._places = list(as_places(self.slots, self.layout, self.part))
 
     @classmethod
     def on_device(cls, layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
@@ -228,7 +229,7 @@ class KVCache:
         """Release the memory; the cache cannot be used afterwards."""
         if self.prefaulter is not None:
             self.prefaulter.close()
-        del self.layers, self.slots, self.blocks
+        del self.layers, self.slots, self.blocks, self._places
 
     def counts(self) -> dict[str, int]:
         """Ranges by state and mapped slots (see `Ranges.counts`); empty when blocks are addressed by table."""
@@ -239,7 +240,7 @@ class KVCache:
 
     def _clear(self, slots: Sequence[int]) -> None:
         if slots and self.part != WHOLE:
-            for tensor in as_places(self.slots, self.layout, self.part):
+            for tensor in self._places:
                 places = tensor.numpy()
                 for slot in slots:
                     places[slot] = 0
@@ -252,7 +253,7 @@ class KVCache:
 
     def _copy(self, copies: Sequence[TailCopy]) -> None:
         for source, target, tokens in copies:
-            for tensor in as_places(self.slots, self.layout, self.part):
+            for tensor in self._places:
                 places: Any = tensor.numpy() if tensor.is_cpu else tensor  # not by torch, as when clearing
                 places[target][..., tokens:, :] = 0
                 if source != target:

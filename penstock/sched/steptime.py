@@ -218,6 +218,12 @@ class StepTime:
         return tokens, pairs, read
 
     @cached_property
+    def _alone(self) -> bool:
+        """Whether there is nobody to exchange with."""
+        device = self.device
+        return device.tensor_parallel == device.pipeline_parallel == device.data_parallel == 1
+
+    @cached_property
     def _made(self) -> float:
         """As `_expansion` has it."""
         return _expansion(self.shape)
@@ -233,6 +239,8 @@ class StepTime:
 
     def _computed(self, tokens: int) -> float:
         """Tokens for which a group's share of the devices computes experts, at the pace of the busiest."""
+        if self.shape.experts is None:
+            return 0.0
         return self.imbalance * self._met(tokens) / self.device.expert_groups
 
     @cached_property
@@ -398,7 +406,7 @@ class StepTime:
         ms = model.gemm.ms(tokens, 1 if tokens else 0) + model.head.ms(rows, 1 if rows else 0)
         if self.shape.experts is not None:
             ms += model.experts.ms(self._computed(tokens), self._chosen(tokens))
-        if self.device.devices == 1 or not tokens:
+        if self._alone or not tokens:
             return ms
         return ms + self.factors.get("collectives", 1.0) * self._links_ms(tokens)
 
