@@ -189,6 +189,17 @@ def test_a_rank_that_stands_still_is_named(folder, monkeypatch, sizes):
     assert rank.process.returncode == -signal.SIGKILL, "closing the engine ends it"
 
 
+@together
+@pytest.mark.parametrize("sizes", SIZES, ids=["shards", "stages"])
+def test_a_rank_that_answers_faster_than_its_clock_ticks_stands_not_still(folder, monkeypatch, sizes):
+    with closing(build(folder, **sizes)) as built:
+        monkeypatch.setattr(processes, "LOOK", 600.0)
+        monkeypatch.setattr(processes.Rank, "processor_time", lambda rank: 7)
+        collector = Collector(built.engine)
+        collector.run(*(make_request(f"{i}", [1, 2, 3], max_tokens=30) for i in range(4)))
+        others_of(built).expect_alive()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -241,13 +242,17 @@ class RankProcesses:
             waiter.register(fd, select.POLLIN)
         watched: tuple[int, int] | None = None  # the rank that is waited for, and the time it had used
         looks = 0
+        next_look = time.monotonic() + LOOK
         while links:
-            for fd, _ in waiter.poll(LOOK * 1e3):
+            for fd, _ in waiter.poll(max(0.0, next_look - time.monotonic()) * 1e3):
                 rank = links[fd]
                 if not self._hear(rank):
                     waiter.unregister(fd)
                     rank.link.close()
                     del links[fd]
+            if time.monotonic() < next_look:  # messages may come by the hundred between two ticks of a rank's clock
+                continue
+            next_look = time.monotonic() + LOOK
             number = self._awaited()
             if not number or not self.others[number - 1].opened:  # one that loads may wait long for a disk
                 watched, looks = None, 0
