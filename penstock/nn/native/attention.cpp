@@ -275,17 +275,19 @@ inline void multiply_some_keys(const Packed<E>& block, const uint32_t* const* q,
         for (int n = 0; n < N; n++) store(to[r] + token + 16 * n, UnitOf<E>::value(sums[r][n]));
 }
 
-// Of the first `seen` tokens, perhaps of more.
+// Of the first `seen` tokens, perhaps of more; 0 for the others.
 template <class E, int R, int N = 2>
 inline void multiply_keys(const Packed<E>& block, const uint32_t* const* q, int64_t seen, Scores* to) {
     if constexpr (ACROSS<R> < BLOCK_TOKENS / 16) {
-        for (int64_t token = 0; token < seen; token += 16 * ACROSS<R>)
-            multiply_some_keys<E, R, ACROSS<R>>(block, q, token, to);
+        int64_t token = 0;
+        for (; token < seen; token += 16 * ACROSS<R>) multiply_some_keys<E, R, ACROSS<R>>(block, q, token, to);
+        for (int r = 0; r < R; r++) std::fill(to[r] + token, to[r] + BLOCK_TOKENS, 0.0f);
         return;
     } else if constexpr (N < BLOCK_TOKENS / 16) {
         if (seen > 16 * N) return multiply_keys<E, R, N + 1>(block, q, seen, to);
     }
     multiply_some_keys<E, R, N>(block, q, 0, to);
+    for (int r = 0; r < R; r++) std::fill(to[r] + 16 * N, to[r] + BLOCK_TOKENS, 0.0f);
 }
 
 template <class E, int R>

@@ -18,6 +18,8 @@ constexpr int64_t AHEAD = 8192 / sizeof(Line);        // lines that are asked fo
 constexpr int64_t ALONE = 2048;                       // lines times rows that are not worth waking another thread for
 constexpr int64_t TASK = 8192;                        // lines that a task has at most, where there are many
 constexpr int64_t VALUES = 1 << 14;                   // that are worth waking another thread for
+constexpr int64_t BLOCK = 256;                        // lines for one tile after the other, which a first cache has room for
+constexpr int MOST_HELD = 12;                         // totals in registers beside as many sums
 
 // --- what codes lie like
 
@@ -148,9 +150,9 @@ struct Panel {
 };
 
 // 16 scales or zeros.
-PENSTOCK_INLINE f32x16 load_scales(const Quantised& weight, const char* from) {
-    if (weight.scales == FLOAT32) return load(reinterpret_cast<const float*>(from));
-    if (weight.scales == BFLOAT16) return load(reinterpret_cast<const bf16*>(from));
+PENSTOCK_INLINE f32x16 load_scales(int64_t type, const char* from) {
+    if (type == FLOAT32) return load(reinterpret_cast<const float*>(from));
+    if (type == BFLOAT16) return load(reinterpret_cast<const bf16*>(from));
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
@@ -166,6 +168,9 @@ PENSTOCK_INLINE f32x16 load_scales(const Quantised& weight, const char* from) {
 
 // --- what a step of a sum multiplies: of each output, and of a row, some inputs
 
+// Of a kind, ROWS are as many as a tile has at most. Where TOGETHER is not 0, so many steps are summed up in parts of less
+// room first.
+
 PENSTOCK_INLINE u32x16 splat_word(uint32_t word) { return as<u32x16>(splat_i32(static_cast<int32_t>(word))); }
 
 // Four codes, which are bytes, with four whole numbers of 8 bits.
@@ -173,7 +178,7 @@ PENSTOCK_INLINE u32x16 splat_word(uint32_t word) { return as<u32x16>(splat_i32(s
 struct Whole {
     using Sum = i32x16;  // not __m512i, between which and this gcc 12 moves registers
     using Factor = u32x16;
-    static constexpr int INS = 4, ROWS = 6, WORDS = 1;
+    static constexpr int INS = 4, ROWS = 6, WORDS = 1, TOGETHER = 0;
     static constexpr bool WHOLE = true;
     static Factor factor(u32x16 line) { return line; }
     static Sum add(Sum sum, Factor codes, const uint32_t* x) {
@@ -188,7 +193,7 @@ struct Whole {
     struct Factor {
         i16x32 even, odd;
     };
-    static constexpr int INS = 4, ROWS = 4, WORDS = 2;
+    static constexpr int INS = 4, ROWS = 4, WORDS = 2, TOGETHER = 0;
     static constexpr bool WHOLE = true;
     static Factor factor(u32x16 line) { return {as<i16x32>(line & 0x00ff00ff), as<i16x32>(line >> 8 & 0x00ff00ff)}; }
     static Sum add(Sum sum, const Factor& codes, const uint32_t* x) {
@@ -206,16 +211,16 @@ PENSTOCK_INLINE i16x32 dot_u8(u32x16 codes, u32x16 x) {
                (i16xR)_mm256_maddubs_epi16((__m256i)codes.hi, (__m256i)x.hi));
 }
 #endif
-// Of codes below 16 the sum of two products has room in 16 bits.
+// Of codes below 16, 16 bits have room for the sums of 16 products.
 struct Small {
     using Sum = i32x16;
+    using Narrow = i16x32;
     using Factor = u32x16;
-    static constexpr int INS = 4, ROWS = 4, WORDS = 1;
+    static constexpr int INS = 4, ROWS = 4, WORDS = 1, TOGETHER = 8;
     static constexpr bool WHOLE = true;
     static Factor factor(u32x16 line) { return line; }
-    static Sum add(Sum sum, Factor codes, const uint32_t* x) {
-        return dot_i16(sum, dot_u8(codes, splat_word(*x)), as<i16x32>(splat_i32(0x00010001)));
-    }
+    static Narrow add(Narrow sum, Factor codes, const uint32_t* x) { return sum + dot_u8(codes, splat_word(*x)); }
+    static Sum fold(Sum sum, Narrow some) { return dot_i16(sum, some, as<i16x32>(splat_i32(0x00010001))); }
 };
 #else
 using Small = Whole;
@@ -227,7 +232,7 @@ using Small = Whole;
 struct Pairs {
     using Sum = f32x16;
     using Factor = u32x16;
-    static constexpr int INS = 2, ROWS = 6, WORDS = 1;
+    static constexpr int INS = 2, ROWS = 6, WORDS = 1, TOGETHER = 0;
     static constexpr bool WHOLE = false;
     static Factor factor(u32x16 line) { return line; }
     static Sum add(Sum sum, Factor weights, const uint32_t* x) {
@@ -240,7 +245,7 @@ struct Pairs {
 struct Floats {
     using Sum = f32x16;
     using Factor = f32x16;
-    static constexpr int INS = 1, ROWS = QUANTISED_GROUPS > 1 ? 6 : 4, WORDS = 1;
+    static constexpr int INS = 1, ROWS = QUANTISED_GROUPS > 1 ? 6 : 4, WORDS = 1, TOGETHER = 0;
     static constexpr bool WHOLE = false;
     static Factor factor(u32x16 line) { return as<f32x16>(line); }
     static Sum add(Sum sum, Factor weights, const uint32_t* x) { return fma(as<f32x16>(splat_word(*x)), weights, sum); }
@@ -301,7 +306,8 @@ struct Inputs {
     Runs runs;
     std::vector<uint32_t> words;   // [rows][words of runs]
     std::vector<float> factors;    // [rows][runs], of whole numbers
-    std::vector<int32_t> sums;     // the same, of what is multiplied with codes
+    std::vector<float> sums;       // the same, of what is multiplied with codes
+    std::vector<int32_t> starts;   // the same: what a sum begins with, where all zeros are one
 };
 
 // Whole numbers from -127 to 127, and zeros up to whole vectors; returns what they are multiplied by, which is no number
@@ -366,7 +372,10 @@ void prepare_row(const Quantised& weight, const T* x, int64_t row, Inputs& input
             for (int64_t i = 0; i < run.count; i++) ordered[i] = x[weight.order[run.first + i]];
             from = ordered;
         }
-        prepare<Kind>(from, run, words + run.word, &inputs.factors[row * runs + p], &inputs.sums[row * runs + p]);
+        int32_t sum = 0;
+        prepare<Kind>(from, run, words + run.word, &inputs.factors[row * runs + p], &sum);
+        inputs.sums[row * runs + p] = static_cast<float>(sum);
+        inputs.starts[row * runs + p] = -static_cast<int32_t>(weight.zero) * sum;
     }
 }
 
@@ -377,6 +386,7 @@ void prepare_rows(const Quantised& weight, const Layout& layout, const T* x, int
     inputs.words.assign(rows * inputs.runs.words, 0);
     inputs.factors.resize(rows * runs);
     inputs.sums.resize(rows * runs);
+    inputs.starts.resize(rows * runs);
     const int64_t together = std::max<int64_t>(1, VALUES / weight.ins);
     parallel_for(static_cast<int>((rows + together - 1) / together), [&](int task) {
         const int64_t end = std::min(rows, (task + 1) * together);
@@ -413,90 +423,141 @@ struct Reads<READY, Kind> {
     static constexpr int LINES = 1, STEPS = 1;
 };
 
-// What a tile does with a run: rows, whose words, factors and sums are `stride` and `runs` apart, and G groups of 16
-// outputs.
+// What a tile does: runs [from, to) of some rows.
 struct Work {
-    const uint32_t* words;
-    int64_t stride;
-    const float* factors;
-    const int32_t* sums;
-    int64_t runs;
-    const Line* lines;
-    const float *scales, *zeros;  // [G][16]; zeros may be null
-    int64_t reads, zero;
-    float* totals;  // [rows][PANEL]
-    bool first;     // they begin as 0
+    const Quantised& weight;
+    const Panel& panel;
+    const Inputs& inputs;
+    int64_t from, to;
+    int64_t row;        // the first one
+    float* totals;      // [rows][PANEL] from there on; run 0 begins them
+    const Line* lines;  // what is multiplied, run after run, if it is not the panel's
+    int64_t steps;      // of a chunk of these
+    bool alone;         // no other tile reads these lines
     const Line* ahead;
-    int64_t fetch;  // of lines from `ahead` on, in each read
+    int64_t fetch;  // of lines from `ahead` on, in each read, where others do
 };
 
-// A sum over a run becomes part of a total.
-template <class Kind>
-PENSTOCK_INLINE void add_up(const Work& work, const typename Kind::Sum& sum, int m, int g) {
-    f32x16 scale = load(work.scales + g * LANES), value;
-    if constexpr (Kind::WHOLE) {
-        value = to_f32(sum);
-        if (work.zeros) value = fma(-load(work.zeros + g * LANES), splat(static_cast<float>(work.sums[m * work.runs])), value);
-        scale *= splat(work.factors[m * work.runs]);
-    } else {
-        value = sum;
+// Adds to sums what is read at once.
+template <int BITS, class Kind, int M, int G, class Sum>
+PENSTOCK_INLINE void add_read(const Line* lines, const uint32_t* words, int64_t stride, Sum (&sums)[M][G]) {
+    using Read = Reads<BITS, Kind>;
+    u32x16 coded[G][Read::LINES];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+        for (int l = 0; l < Read::LINES; l++) coded[g][l] = load_line(lines[g * Read::LINES + l]);
+#pragma GCC unroll 8
+    for (int i = 0; i < Read::STEPS; i++) {
+        typename Kind::Factor factors[G];
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+            if constexpr (BITS == READY)
+                factors[g] = Kind::factor(coded[g][0]);
+            else
+                factors[g] = Kind::factor(widened<BITS, Kind>(coded[g], i));
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++)
+                sums[m][g] = Kind::add(sums[m][g], factors[g], words + m * stride + i * Kind::WORDS);
     }
-    float* total = work.totals + m * PANEL + g * LANES;
-    store(total, fma(value, scale, work.first ? f32x16{} : load(total)));
 }
 
-template <class Sum>
-PENSTOCK_INLINE Sum beginning(int32_t start) {
-    if constexpr (std::is_same_v<Sum, i32x16>)
+template <class Kind>
+PENSTOCK_INLINE typename Kind::Sum beginning(int32_t start) {
+    if constexpr (Kind::WHOLE)
         return splat_i32(start);
     else
-        return Sum{};
+        return typename Kind::Sum{};
 }
 
 template <int BITS, class Kind, int M, int G>
 void tile(const Work& work) {
     using Read = Reads<BITS, Kind>;
-    typename Kind::Sum sums[M][G];  // in registers, which needs every loop over them unrolled
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-        const int32_t start = Kind::WHOLE ? -static_cast<int32_t>(work.zero) * work.sums[m * work.runs] : 0;
-#pragma GCC unroll 4
-        for (int g = 0; g < G; g++) sums[m][g] = beginning<typename Kind::Sum>(start);
-    }
+    constexpr bool HELD = M * G <= MOST_HELD;
+    const Runs& runs = work.inputs.runs;
+    const int64_t count = runs.all.size(), stride = runs.words, first = work.row * count;
+    const uint32_t* inputs = &work.inputs.words[work.row * stride];
+    const float *factors = &work.inputs.factors[first], *input_sums = &work.inputs.sums[first];
+    const int32_t* starts = &work.inputs.starts[first];
+    const int64_t type = work.weight.scales, has_zeros = work.weight.has_zeros, bytes = LANES * (type == FLOAT32 ? 4 : 2);
+    const int64_t steps = BITS == READY ? work.steps : 1, fetch = work.fetch;
     const Line *lines = work.lines, *ahead = work.ahead;
-    const uint32_t* words = work.words;
-    for (int64_t read = 0; read < work.reads; read++) {
-        for (int64_t f = 0; f < work.fetch; f++) __builtin_prefetch(ahead++, 0, 3);
-        if constexpr (BITS == READY) {
-            typename Kind::Factor factors[G];
-#pragma GCC unroll 4
-            for (int g = 0; g < G; g++) factors[g] = Kind::factor(load_line(lines[g]));
+    f32x16 held[M][G];  // in registers, which needs every loop over them unrolled
+    if constexpr (HELD) {
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-                for (int g = 0; g < G; g++) sums[m][g] = Kind::add(sums[m][g], factors[g], words + m * work.stride);
+            for (int g = 0; g < G; g++) held[m][g] = work.from ? load(work.totals + m * PANEL + g * LANES) : f32x16{};
+    }
+    for (int64_t r = work.from; r < work.to; r++) {
+        const Run& run = runs.all[r];
+        const char* head = work.panel.head(run);
+        if (BITS != READY) lines = work.panel.codes(run);
+        if (work.alone && run.lines == run.lines_of_group)
+            for (int64_t h = 0; h < work.panel.heads; h++) __builtin_prefetch(head + (AHEAD + h) * sizeof(Line), 0, 3);
+        const uint32_t* words = inputs + run.word;
+        typename Kind::Sum sums[M][G];
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) sums[m][g] = beginning<Kind>(starts[m * count + r]);
+        const auto read = [&](auto& into) __attribute__((always_inline)) {
+            if (BITS != READY && work.alone) {
+#pragma GCC unroll 12
+                for (int l = 0; l < G * Read::LINES; l++) __builtin_prefetch(lines + AHEAD + l, 0, 3);
+            } else {
+                for (int64_t f = 0; f < fetch; f++) __builtin_prefetch(ahead++, 0, 3);
+            }
+            add_read<BITS, Kind>(lines, words, stride, into);
+            lines += G * Read::LINES;
+            words += Read::STEPS * Kind::WORDS;
+        };
+        int64_t reads = run.chunks * steps;
+        if constexpr (Kind::TOGETHER > 0) {
+            while (reads > 0) {
+                typename Kind::Narrow some[M][G] = {};
+                int64_t now = std::min<int64_t>(reads, Kind::TOGETHER / Read::STEPS);
+                for (reads -= now; now > 0; now--) read(some);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; g++) sums[m][g] = Kind::fold(sums[m][g], some[m][g]);
+            }
         } else {
+            for (; reads > 0; reads--) read(sums);
+        }
 #pragma GCC unroll 4
-            for (int g = 0; g < G; g++) {
-                u32x16 coded[Read::LINES];
-#pragma GCC unroll 4
-                for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(lines[g * Read::LINES + l]);
+        for (int g = 0; g < G; g++) {
+            const f32x16 scale = load_scales(type, head + g * bytes);
+            f32x16 zero{};
+            if (has_zeros) zero = -load_scales(type, head + (G + g) * bytes);
 #pragma GCC unroll 8
-                for (int i = 0; i < Read::STEPS; i++) {
-                    const typename Kind::Factor factor = Kind::factor(widened<BITS, Kind>(coded, i));
-#pragma GCC unroll 8
-                    for (int m = 0; m < M; m++)
-                        sums[m][g] = Kind::add(sums[m][g], factor, words + m * work.stride + i * Kind::WORDS);
+            for (int m = 0; m < M; m++) {
+                f32x16 value, by = scale;
+                if constexpr (Kind::WHOLE) {
+                    value = to_f32(sums[m][g]);
+                    if (has_zeros) value = fma(zero, splat(input_sums[m * count + r]), value);
+                    by *= splat(factors[m * count + r]);
+                } else {
+                    value = sums[m][g];
                 }
+                float* total = work.totals + m * PANEL + g * LANES;
+                if constexpr (HELD)
+                    held[m][g] = fma(value, by, held[m][g]);
+                else
+                    store(total, fma(value, by, r ? load(total) : f32x16{}));
             }
         }
-        lines += G * Read::LINES;
-        words += Read::STEPS * Kind::WORDS;
     }
+    if constexpr (HELD) {
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; g++) add_up<Kind>(work, sums[m][g], m, g);
+            for (int g = 0; g < G; g++) store(work.totals + m * PANEL + g * LANES, held[m][g]);
+    }
 }
 
 using Tile = void (*)(const Work&);
@@ -515,16 +576,17 @@ Tile tile_of_rows(int64_t rows) {
     }
 }
 
-template <class Kind>
+// Of all groups of a panel; READY ones also where there are fewer.
+template <int BITS, class Kind>
 Tile tile_of(int64_t rows, int64_t groups) {
-    if constexpr (GROUPS_AT_ONCE > 1) {
+    if constexpr (BITS == READY && GROUPS_AT_ONCE > 1) {
         switch (groups) {
-            case 2: return tile_of_rows<READY, Kind, 2>(rows);
-            case 3: return tile_of_rows<READY, Kind, 3>(rows);
-            case 4: return tile_of_rows<READY, Kind, 4>(rows);
+            case 1: return tile_of_rows<BITS, Kind, 1>(rows);
+            case 2: return tile_of_rows<BITS, Kind, 2>(rows);
+            case 3: return tile_of_rows<BITS, Kind, 3>(rows);
         }
     }
-    return tile_of_rows<READY, Kind, 1>(rows);
+    return tile_of_rows<BITS, Kind, GROUPS_AT_ONCE>(rows);
 }
 
 // Chunks of `apart` groups become lines as tiles want them, [steps][apart].
@@ -534,7 +596,9 @@ void unpack(const Line* from, int64_t chunks, int64_t apart, Line* to) {
     for (int64_t chunk = 0; chunk < chunks; chunk++)
         for (int64_t g = 0; g < apart; g++) {
             u32x16 coded[Read::LINES];
+#pragma GCC unroll 4
             for (int l = 0; l < Read::LINES; l++) coded[l] = load_line(*from++);
+#pragma GCC unroll 8
             for (int i = 0; i < Read::STEPS; i++)
                 put(to[(chunk * Read::STEPS + i) * apart + g].words, widened<BITS, Kind>(coded, i));
         }
@@ -544,57 +608,68 @@ void unpack(const Line* from, int64_t chunks, int64_t apart, Line* to) {
 template <int BITS, class Kind>
 struct Product {
     static constexpr int ROWS = Kind::ROWS;
+    static constexpr int STEPS = Chunk<BITS>::INS / Kind::INS;
+    // Tiles for which it is less to widen codes as they are multiplied than once before.
+    static constexpr int64_t MOST_DIRECT = BITS == 8 ? ROWS_AT_ONCE : GROUPS_AT_ONCE > 1 && Kind::WHOLE ? 4 : 1;
     const Quantised& weight;
     const Layout& layout;
     const Inputs& inputs;
 
     // Rows [row, row + rows), at most ROWS_AT_ONCE, to totals [rows][PANEL].
     void operator()(int64_t row, int64_t rows, int64_t number, float* totals) const {
-        alignas(64) static thread_local Line unpacked[RUN / Kind::INS * GROUPS_AT_ONCE];
         const Panel panel(weight, layout, inputs.runs, number);
-        const int64_t runs = inputs.runs.all.size(), width = inputs.runs.words, tiles = (rows + ROWS - 1) / ROWS;
-        float scales[PANEL], zeros[PANEL];
-        for (int64_t r = 0; r < runs; r++) {
-            const Run& run = inputs.runs.all[r];
-            if (run.lines == run.lines_of_group) load_heads(panel, run, scales, zeros);
-            const Line* codes = panel.codes(run);
-            const int64_t lines = run.chunks * layout.chunk_lines * panel.apart;
-            Work work{&inputs.words[row * width + run.word], width, &inputs.factors[row * runs + r], &inputs.sums[row * runs + r],
-                      runs, codes, scales, weight.has_zeros ? zeros : nullptr, run.chunks, weight.zero, totals, r == 0,
-                      codes + AHEAD, 0};
-            if (BITS != 8 && tiles == 1 && panel.apart == GROUPS_AT_ONCE) {  // codes are of use once
-                work.fetch = layout.chunk_lines * GROUPS_AT_ONCE;
-                tile_of_rows<BITS, Kind, GROUPS_AT_ONCE>(rows)(work);
-                continue;
-            }
-            if constexpr (BITS != 8) {
-                unpack<BITS, Kind>(codes, run.chunks, panel.apart, unpacked);
-                work.lines = unpacked;
-                work.reads *= Chunk<BITS>::INS / Kind::INS;
-            }
-            const int64_t fetch = (lines + work.reads - 1) / work.reads;  // in each read, by all tiles
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-                const int64_t from = fetch * t / tiles;
-                Work mine = work;
-                mine.words += first * width;
-                mine.factors += first * runs;
-                mine.sums += first * runs;
-                mine.totals += first * PANEL;
-                mine.ahead += from * work.reads;
-                mine.fetch = fetch * (t + 1) / tiles - from;
-                tile_of<Kind>(count, panel.apart)(mine);
-            }
+        const int64_t runs = inputs.runs.all.size(), tiles = (rows + ROWS - 1) / ROWS;
+        const bool ready = panel.apart < GROUPS_AT_ONCE || tiles > MOST_DIRECT;
+        Work work{weight, panel, inputs, 0, runs, row, totals, nullptr, STEPS, tiles == 1, nullptr, 0};
+        if (!ready && work.alone) {
+            tile_of<BITS, Kind>(rows, panel.apart)(work);
+            return;
+        }
+        for (; work.from < runs; work.from = work.to) {
+            take(work, ready);
+            if (ready) unpack_some(work);
+            add(work, rows, tiles, ready);
         }
     }
 
-    void load_heads(const Panel& panel, const Run& run, float* scales, float* zeros) const {
-        const int64_t bytes = layout.head / (1 + (weight.has_zeros != 0));  // of 16 of one kind
-        const char* from = panel.head(run);
-        for (int64_t g = 0; g < panel.apart; g++) store(scales + g * LANES, load_scales(weight, from + g * bytes));
-        if (!weight.has_zeros) return;
-        from += panel.apart * bytes;
-        for (int64_t g = 0; g < panel.apart; g++) store(zeros + g * LANES, load_scales(weight, from + g * bytes));
+    // As many runs as there is room for.
+    void take(Work& work, bool ready) const {
+        int64_t taken = 0;
+        for (work.to = work.from; work.to < static_cast<int64_t>(inputs.runs.all.size()); work.to++) {
+            taken += inputs.runs.all[work.to].chunks * (ready ? STEPS : layout.chunk_lines) * work.panel.apart;
+            if (taken > BLOCK && work.to > work.from) break;
+        }
+    }
+
+    void unpack_some(Work& work) const {
+        alignas(64) static thread_local Line unpacked[std::max<int64_t>(BLOCK, RUN / Kind::INS * GROUPS_AT_ONCE)];
+        Line* to = unpacked;
+        for (int64_t r = work.from; r < work.to; r++) {
+            const Run& run = inputs.runs.all[r];
+            unpack<BITS, Kind>(work.panel.codes(run), run.chunks, work.panel.apart, to);
+            to += run.chunks * STEPS * work.panel.apart;
+        }
+        work.lines = unpacked;
+    }
+
+    // Tiles share the lines of the next block, to ask for them.
+    void add(Work work, int64_t rows, int64_t tiles, bool ready) const {
+        const Run &begin = inputs.runs.all[work.from], &last = inputs.runs.all[work.to - 1];
+        const Line* here = work.panel.codes(begin);
+        const Line* next = work.panel.codes(last) + last.chunks * layout.chunk_lines * work.panel.apart;
+        int64_t reads = 0;
+        for (int64_t r = work.from; r < work.to; r++) reads += inputs.runs.all[r].chunks * (ready ? STEPS : 1);
+        const int64_t fetch = (next - here + reads - 1) / reads;  // in each read, by all tiles
+        const int64_t row = work.row;
+        float* totals = work.totals;
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first, from = fetch * t / tiles;
+            work.row = row + first;
+            work.totals = totals + first * PANEL;
+            work.ahead = next + from * reads;
+            work.fetch = fetch * (t + 1) / tiles - from;
+            (ready ? tile_of<READY, Kind>(count, work.panel.apart) : tile_of<BITS, Kind>(count, work.panel.apart))(work);
+        }
     }
 };
 
@@ -698,9 +773,9 @@ void dequantise(const Quantised& weight, const Layout& layout, const Runs& runs,
     constexpr int INS = Chunk<BITS>::INS, LINES = Chunk<BITS>::LINES;
     const Place place(weight, layout, runs, output);
     for (const Run& run : runs.all) {
-        const float scale = load_scales(weight, place.head(run, 0))[place.lane];
+        const float scale = load_scales(weight.scales, place.head(run, 0))[place.lane];
         const float zero =
-            weight.has_zeros ? load_scales(weight, place.head(run, 1))[place.lane] : static_cast<float>(weight.zero);
+            weight.has_zeros ? load_scales(weight.scales, place.head(run, 1))[place.lane] : static_cast<float>(weight.zero);
         for (int64_t chunk = 0; chunk < run.chunks; chunk++) {
             uint32_t words[LINES];
             uint8_t codes[INS];
