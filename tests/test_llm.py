@@ -84,8 +84,8 @@ def test_a_bad_request_runs_nothing(llm):
 
 
 def test_options_are_named():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size: no such option; allowed are device, dtype"):
-        LLM("demo", pipeline_parallel_size=1)
+    with pytest.raises(ConfigError, match="pipeline_stages: no such option; allowed are device, dtype"):
+        LLM("demo", pipeline_stages=1)
 
 
 @pytest.mark.parametrize(
