@@ -64,6 +64,8 @@ def test_prompts_are_embedded(llm):
     assert not llm.engine.has_work
     with pytest.raises(ConfigError, match="pooling"):
         LLM("demo", pooling="max")
+    with pytest.raises(ConfigError, match=r"override_generation_config: .*'heat'.*, allowed is a JSON object of temp"):
+        LLM("demo", override_generation_config={"heat": 1})
 
 
 def test_stop_strings_and_chat(llm):
