@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.nn import ops
 from penstock.nn.config import DecoderConfig, ExpertsConfig, Routing
+from penstock.nn.dispatch import share_of_rows, travel, whole_again
 from penstock.nn.formats.base import Expected, Format
 from penstock.nn.formats.dense import DENSE
 from penstock.nn.layers import FeedForward, GatedMLP
@@ -236,6 +237,7 @@ class Experts(nn.Module):
         self.activation, self.count, self.spread = config.activation, count, shard.experts
         self.home = range(count) if self.spread is None else self.spread.share(count)
         self.shard = shard if self.spread is None else WHOLE
+        self.group = shard
         self.gate_up_proj = ExpertLinear(hidden, (width, width), count, self.home, shard=self.shard)
         self.down_proj = ExpertLinear(width, (hidden,), count, self.home, own_ins=self.shard.of(width))
         self.counts = torch.zeros(count, dtype=torch.int64, device="cpu")
@@ -314,6 +316,8 @@ class Experts(nn.Module):
         Raises RankFailed.
         """
         if self._places is not None and self.spread is not None:
+            if self.spread.apart:
+                return self._travelling(x, experts, weights, self._places, self.spread)
             return self._spread(x, experts, weights, self._places, self.spread)
         pairs, bounds, places = ops.group_experts(experts, self.count)
         self.counts += bounds.diff()
@@ -343,6 +347,15 @@ class Experts(nn.Module):
         every = shard.ranks.gather(padded).flatten(0, 1)
         shift = torch.arange(shard.size) * most - begins[:-1]  # from a place among all pairs to one in these
         return ops.combine_experts(every, places + shift[at.rank_of].to(slots.device)[slots], weights)
+
+
+    def _travelling(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, spread: Shard) -> Tensor:
+        """Each group has rows of its own."""
+        rows = len(x)
+        x, experts, weights = share_of_rows(self.group, x, experts, weights)
+        self.counts += experts.flatten().bincount(minlength=self.count).cpu()
+        own = travel(x, at.slots_of(experts), weights.contiguous(), at.bounds, spread, self._made)
+        return whole_again(self.group, own, rows)
 
 
 def _values(weight: Weight) -> list[Tensor]:

@@ -27,6 +27,7 @@ class Shard:
         ranks: that have one each, and sum up what they have computed; None where that is the caller's business.
         experts: of mixtures of experts, where whole ones are spread over ranks (expert parallelism): which part of
             these is here, and the ranks that exchange what theirs have made. None splits each expert as all else.
+        apart: of `experts`: whether these ranks are several groups', each of which has rows of its own.
         stage: of so many `stages` of a pipeline, counted from 0.
     """
 
@@ -36,6 +37,7 @@ class Shard:
     experts: Shard | None = None
     stage: int = 0
     stages: int = 1
+    apart: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
