@@ -35,6 +35,7 @@ from penstock.core.parallel import MOST_RANKS
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.sched.local import LOCAL_POLICIES, speculation
+from penstock.sched.parallel.rebalancing import checked_eplb
 from penstock.service.checkpoint import checked_override, find_checkpoint
 from penstock.text.reasoning import REASONING
 from penstock.text.tools import PARSERS as TOOL_PARSERS
@@ -115,6 +116,16 @@ ENGINE_OPTIONS = (
         integer(1, MOST_RANKS),
         1,
         "stages of so many ranks, each with some of the layers; as many steps are on their way as there are stages",
+    ),
+    Option("enable-expert-parallel", switch, False, "spread experts over ranks, whole ones; else each rank has a part"),
+    Option("enable-eplb", switch, False, "move experts between ranks, beside steps, such that all have as much to do"),
+    Option(
+        "eplb-config",
+        checked_eplb,
+        "{}",
+        'how: an object such as {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 8, '
+        '"log_balancedness": false}',
+        takes_object=True,
     ),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.core.errors import ConfigError
@@ -131,6 +133,73 @@ class Divisible:
 
 
 ALONE = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which experts of a layer each rank has; what chose one that several have is spread evenly over these.
+
+    Attributes:
+        ranks: of each rank, experts by their numbers.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def even(cls, experts: int, ranks: int) -> Placement:
+        """Each at one, its home: consecutive ones, as evenly as it can be."""
+        bounds = [rank * experts // ranks for rank in range(ranks + 1)]
+        return cls(tuple(tuple(range(*pair)) for pair in pairwise(bounds)))
+
+    @property
+    def experts(self) -> int:
+        return 1 + max(max(rank, default=-1) for rank in self.ranks)
+
+    def ranks_of(self) -> list[list[int]]:
+        """Of each expert, the ranks that have it."""
+        found: list[list[int]] = [[] for _ in range(self.experts)]
+        for rank, experts in enumerate(self.ranks):
+            for expert in experts:
+                found[expert].append(rank)
+        return found
+
+    def loads(self, counts: Sequence[float]) -> list[float]:
+        """Of each rank, by the load of each expert."""
+        each = [count / len(ranks) for count, ranks in zip(counts, self.ranks_of(), strict=True)]
+        return [sum([each[expert] for expert in experts]) for experts in self.ranks]
+
+    def imbalance(self, counts: Sequence[float]) -> float:
+        """The busiest rank's load over the mean; 1 without any load."""
+        loads = self.loads(counts)
+        total = sum(loads)
+        return max(loads) * len(loads) / total if total > 0 else 1.0
+
+    def changes(self, new: Placement) -> list[tuple[int, int]]:
+        """(rank, expert) of what a rank has in `new` only."""
+        return [
+            (rank, expert)
+            for rank, (mine, theirs) in enumerate(zip(self.ranks, new.ranks, strict=True))
+            for expert in theirs
+            if expert not in mine
+        ]
+
+    def check(self) -> None:
+        """Raise AssertionError unless every expert is somewhere, at most once on a rank."""
+        assert all(len(set(rank)) == len(rank) for rank in self.ranks)
+        assert {expert for rank in self.ranks for expert in rank} == set(range(self.experts))
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """From the next step on a layer's experts are where this version has them, on every rank.
+
+    Attributes:
+        version: one more for each that is prepared.
+    """
+
+    version: int
+    layer: int
+    placement: Placement
 
 
 def _times(count: int, name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from penstock.core.parallel import Switch
 from penstock.core.request import Pooling, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 
@@ -129,12 +130,14 @@ class StepPlan:
             preempted, or were handed over. An id may come back later with other blocks, even in this very plan.
         copies: what has to be copied inside the KV cache after that clearing, and before anything is computed. Both are
             done even in a step that ends early.
+        switch: of experts, before anything is computed.
     """
 
     sequences: tuple[SequenceStep, ...]
     fresh_blocks: tuple[int, ...] = ()
     released: tuple[str, ...] = ()
     copies: tuple[TailCopy, ...] = ()
+    switch: Switch | None = None
 
     @property
     def num_tokens(self) -> int:

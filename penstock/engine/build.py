@@ -191,6 +191,8 @@ def _build(
     if others is not None:
         others.open(num_blocks, model_len, None if pool is None else pool.memory)
         others.opened()
+        if worker.experts is not None:
+            others.balance_experts(worker.experts, options)
     blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=windows[0] is not None)
     limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)

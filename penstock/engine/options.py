@@ -9,12 +9,15 @@ import torch
 from penstock.core.device import QUANTIZATIONS
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
-from penstock.core.parallel import Layout
+from penstock.core.parallel import EXPERTS, Layout
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.nn.config import DTYPES
 from penstock.nn.graph import MODES
 from penstock.nn.reading import LOAD_FORMATS
+from penstock.sched.parallel.rebalancing import make_eplb
+
+EPLB = "enable-eplb"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,9 @@ class EngineOptions:
         isa: the instruction set whose kernels a CPU computes with (nn/native/isa.py); None takes the best that it has.
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
         pipeline_parallel_size: stages of so many ranks, each of which has some of the layers.
+        enable_expert_parallel: whether experts are spread over ranks, whole ones.
+        enable_eplb: whether experts move between these such that they have equally much to do.
+        eplb_config: how, as `sched.parallel.rebalancing.make_eplb` has it.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
         quantization: what a plain checkpoint is quantised to, a name in `core.device.QUANTIZATIONS`; "auto" leaves it
             as it is.
@@ -83,16 +89,25 @@ class EngineOptions:
     quantization: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    enable_eplb: bool = False
+    eplb_config: str = "{}"
 
     @property
     def layout(self) -> Layout:
         """Of the ranks of this engine. Raises ConfigError."""
-        return Layout(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
+        return Layout(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            experts=self.enable_expert_parallel,
+        )
 
 
 def check_options(options: EngineOptions) -> None:
     """Ranges, in the flags' names. Raises ConfigError."""
-    _ = options.layout  # which has ranges of its own
+    if options.enable_eplb and options.layout.expert_ranks == 1:  # `layout` has ranges of its own
+        raise ConfigError(f"{EPLB}: true, allowed is false where {EXPERTS} spreads no experts over ranks", EPLB)
+    make_eplb(options.eplb_config)
     ranges = {
         "max-num-seqs": (options.max_num_seqs, 1, 65536),
         "step-time-limit-ms": (options.step_time_limit_ms, 1e-3, 1e6),

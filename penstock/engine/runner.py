@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.core.parallel import Switch
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.core.stop import Interrupted, Stop
@@ -44,6 +45,7 @@ class Runner:
 
     Attributes:
         forward: the model's pass.
+        switch: has experts computed elsewhere.
 
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
@@ -68,6 +70,7 @@ class Runner:
         self.cache = cache
         self._scratch = Scratch()
         self._prepared: deque[tuple[StepPlan, Batch]] = deque()
+        self.switch: Callable[[Switch], None] = _cannot
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
         self._masks = Masks(model.config.vocab_size, grammars)
         self._sampled = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
@@ -114,6 +117,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         cache = self.cache
+        if plan.switch is not None:
+            self.switch(plan.switch)
         placed = None
         if not cache.direct or plan.fresh_blocks or plan.copies:
             placed = cache.prepare(plan)
@@ -222,6 +227,10 @@ class Runner:
             wrong |= {first + i for i in _not_finite(logits)}
             found += score(logits, targets, top)
         return found
+
+
+def _cannot(switch: Switch) -> None:
+    raise AssertionError(f"{switch}: experts are not spread over ranks")
 
 
 def _nothing() -> None:

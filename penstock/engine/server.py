@@ -499,7 +499,7 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
     queue = None if handoffs is None else handoffs.decode_side.queue
     scheduler, counters, speculation = engine.scheduler, engine.scheduler.counters, engine.scheduler.speculation
     drafted = SpeculationCounters() if speculation is None else speculation.counters
-    masks = engine.executor.mask_costs
+    masks, experts = engine.executor.mask_costs, engine.executor.expert_load
     return EngineStats(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
@@ -528,6 +528,8 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         migration_wait=0.0 if queue is None else queue.waited,
         asleep=asleep,
         tiers=_tiers_of(engine),
+        expert_switches=experts.switches,
+        expert_imbalance=experts.busiest,
     )
 
 

@@ -38,6 +38,7 @@ from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool,
 
 if TYPE_CHECKING:
     from penstock.engine.executor.exchanges import Exchanges
+    from penstock.engine.experts import ExpertLoader
     from penstock.engine.weights import WeightManager
 
 MOST_TOKENS = 8192  # in a step, however fast the device is
@@ -56,6 +57,7 @@ class Worker:
         layout: of a block: on a CPU, where ranks share one memory, of the whole of it; else of its own part.
         max_model_len: of a sequence, as far as the model decides it.
         budget: of a step's tokens.
+        experts: moves them between ranks, where their load is kept even.
 
     Raises:
         ConfigError: a checkpoint or an option that cannot be served.
@@ -109,6 +111,11 @@ class Worker:
                 "kv-address-mode",
             )
         self.pool: KVPool | None = None
+        self.experts: ExpertLoader | None = None
+        if options.enable_eplb:
+            from penstock.engine.experts import ExpertLoader, expert_ranks  # with messages between ranks
+
+            self.experts = ExpertLoader(Path(options.model), model, expert_ranks(options, model.config).slots)
 
     def room(self) -> int:
         """Bytes that the KV cache may take by default: on a CPU all of it, else this rank's part."""
@@ -132,6 +139,8 @@ class Worker:
         cache, self.pool = _open_cache(self.options, self.model, self.layout, num_blocks, max_model_len, open_pool)
         grammars = Grammars(Path(self.options.model), self.model.config.vocab_size)
         self.runner = self._runner(cache, grammars)
+        if self.experts is not None:
+            self.runner.switch = self.experts.switch
         self.runner.capture(self.options.max_num_seqs, max_model_len)
 
     def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:
@@ -168,6 +177,8 @@ class Worker:
                 self.pool.memory.punch(first, count)
         if level == 1 and self._device.type == "cpu":
             return
+        if self.experts is not None:
+            self.experts.rest()
         hollow = self._hollow()
         self.runner.take(hollow)
         if level > 1:
@@ -206,6 +217,8 @@ class Worker:
             elif self.model.device != self._device:
                 self.model._apply(lambda place: place.to(self._device))
                 self.model.bound_logits()
+            if self.experts is not None:
+                self.experts.resume(self.model)
             if self.runner.model is not self.model:
                 self.runner.take(self.model)
         if "kv_cache" in parts:

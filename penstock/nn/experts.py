@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.core.parallel import Placement
 from penstock.nn import ops
 from penstock.nn.config import DecoderConfig, ExpertsConfig, Routing
 from penstock.nn.dispatch import share_of_rows, travel, whole_again
@@ -172,22 +173,6 @@ class ExpertLinear(Linear):
         raise AssertionError("experts are computed by ops.expert_rows")
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which experts each rank computes; an expert that several have is computed for some rows by each.
-
-    Attributes:
-        ranks: of each rank, experts by their numbers.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def even(cls, count: int, size: int) -> Placement:
-        """All at home."""
-        return cls(tuple(tuple(Shard(rank, size).share(count)) for rank in range(size)))
-
-
 class _Places:
     """A placement as tensors. A slot is a number of all ranks': those of a rank follow one another.
 
@@ -211,13 +196,47 @@ class _Places:
         ranks = [rank for rank, own in enumerate(placement.ranks) for _ in own]
         self.rank_of = torch.tensor(ranks, dtype=torch.int64, device="cpu")
 
-    def slots_of(self, experts: Tensor) -> Tensor:
-        """[rows, top_k] -> the same shape; of replicas, rows take turns."""
+    def slots_of(self, experts: Tensor, turn: int) -> Tensor:
+        """[rows, top_k] -> the same shape; of replicas, rows take turns, which begin at `turn`."""
         table = self.table.to(experts.device)
         if self.replicas is None:
             return table[:, 0][experts]
-        turns = torch.arange(len(experts), device=experts.device)[:, None] % self.replicas.to(experts.device)[experts]
-        return table[experts, turns]
+        turns = torch.arange(turn, turn + len(experts), device=experts.device)[:, None]
+        return table[experts, turns % self.replicas.to(experts.device)[experts]]
+
+
+Weights = tuple[Weight, Weight]  # of an expert: gates and ups, downs
+
+
+class Spare:
+    """Memory for experts away from home, of layers that are alike; on a CPU it is taken when it is needed.
+
+    Args:
+        count: of experts that it has room for.
+    """
+
+    def __init__(self, like: Experts, count: int) -> None:
+        self.count = count
+        self._like, self._free = like, list[Weights]()
+        self._left = count  # that no memory was made for
+        if like.down_proj.weight.device.type != "cpu":
+            self._free, self._left = self._made(count), 0
+
+    def take(self) -> Weights | None:
+        """None when there is none left."""
+        with suppress(IndexError):
+            return self._free.pop()
+        if not self._left:
+            return None
+        self._left -= 1
+        return self._made(1)[0]
+
+    def give(self, weights: Weights) -> None:
+        self._free.append(weights)
+
+    def _made(self, count: int) -> list[Weights]:
+        like = self._like
+        return list(zip(like.gate_up_proj.spare(count), like.down_proj.spare(count), strict=True))
 
 
 class Experts(nn.Module):
@@ -225,7 +244,9 @@ class Experts(nn.Module):
 
     Attributes:
         counts: [experts] int64 on the CPU: rows that each has had since this was made.
+        loads: [ranks] int64 on the CPU: those that each rank has computed, of all its experts together.
         placement: which rank computes which; None where each has a part of all.
+        spare: memory for what is computed away from home.
 
     Args:
         shard: of each expert's gates; or of the experts, where its `experts` says so.
@@ -241,38 +262,57 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(hidden, (width, width), count, self.home, shard=self.shard)
         self.down_proj = ExpertLinear(width, (hidden,), count, self.home, own_ins=self.shard.of(width))
         self.counts = torch.zeros(count, dtype=torch.int64, device="cpu")
-        self.placement = None if self.spread is None else Placement.even(count, self.spread.size)
-        self._places = None if self.placement is None else _Places(self.placement, count)
-        self._spare: list[tuple[Weight, Weight]] = []
-        self._brought: dict[int, int] = {}  # experts in spare memory: which of it
-        self._fresh: dict[int, int] = {}  # those of them that came since the last placement
+        self.loads = torch.zeros(1 if self.spread is None else self.spread.size, dtype=torch.int64, device="cpu")
+        self.spare: Spare | None = None
+        self._turn = 0
+        self._go_home()
 
-    def reserve(self, count: int) -> None:
-        """Memory for so many replicas besides the experts at home: of those that are computed, and of those that come.
-        What was brought is gone; everything must be placed at home."""
-        assert self._brought.keys().isdisjoint(self._here())
-        self._brought = {}
-        self._spare = list(zip(self.gate_up_proj.spare(count), self.down_proj.spare(count), strict=True))
+    def _go_home(self) -> None:
+        self.placement = None if self.spread is None else Placement.even(self.count, self.spread.size)
+        self._places = None if self.placement is None else _Places(self.placement, self.count)
+        self._away: dict[int, Weights] = {}  # of experts that are not at home here
+        self.spare = None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Experts:
+        """Afterwards all are computed at home, with nothing to spare."""
+        super()._apply(*args, **kwargs)
+        self._go_home()
+        return self
+
+    @property
+    def kind(self) -> Hashable:
+        """The same where memory is alike."""
+        return tuple(
+            (linear.method, linear.weight.dtype, linear.width, len(linear.own_ins))
+            for linear in (self.gate_up_proj, self.down_proj)
+        )
+
+    def needs(self, expert: int) -> bool:
+        """Whether it has to be brought, to be placed here."""
+        return expert not in self.home and expert not in self._away
 
     def bring(self, expert: int, gate_up: Weight, down: Weight) -> None:
         """Have the weights of an expert of another rank, for a placement that comes; beside steps, from any thread.
 
-        Raises ValueError where there is no room: that of what is placed now is used again after another placement.
+        Raises ValueError where there is no room: what is placed now is spare after another placement.
         """
-        if expert in self.home:
+        if not self.needs(expert):
             return
-        if expert in self._brought:
-            self._fresh[expert] = self._brought[expert]
-            return
-        kept = {self._brought[each] for each in self._here() if each in self._brought} | set(self._fresh.values())
-        at = next((i for i in range(len(self._spare)) if i not in kept), None)
-        if at is None:
-            raise ValueError(f"there is no room for expert {expert}: {len(self._spare)} replicas were reserved")
-        self._brought = {each: i for each, i in self._brought.items() if i != at}
-        for place, weight in zip(self._spare[at], (gate_up, down), strict=True):
-            for to, value in zip(_values(place), _values(weight), strict=True):
-                to.copy_(value)
-        self._brought[expert] = self._fresh[expert] = at
+        if self.spare is None or (place := self.spare.take()) is None:
+            count = 0 if self.spare is None else self.spare.count
+            raise ValueError(f"there is no room for expert {expert}: there is memory for {count} away from home")
+        _copy(place, (gate_up, down))
+        self._away[expert] = place
+
+    def forget(self) -> None:
+        """What was brought and is not placed."""
+        self._keep(self._here())
+
+    def _keep(self, experts: Sequence[int]) -> None:
+        for expert in self._away.keys() - set(experts):
+            weights = self._away.pop(expert)
+            if self.spare is not None:
+                self.spare.give(weights)
 
     def place(self, placement: Placement) -> None:
         """Compute by another placement from now on, on all ranks between the same two steps.
@@ -285,20 +325,21 @@ class Experts(nn.Module):
         if missing := set(range(self.count)) - set(chain.from_iterable(placement.ranks)):
             raise ValueError(f"expert {min(missing)} is placed nowhere")
         own = placement.ranks[self.spread.rank]
-        if missing := set(own) - set(self.home) - self._brought.keys():
+        if missing := set(own) - set(self.home) - self._away.keys():
             raise ValueError(f"expert {min(missing)} is neither at home here nor was it brought")
         weights = [self._weights_of(expert) for expert in own]
         self.gate_up_proj.stack([gate_up for gate_up, _ in weights])
         self.down_proj.stack([down for _, down in weights])
-        self.placement, self._places, self._fresh = placement, _Places(placement, self.count), {}
+        self.placement, self._places = placement, _Places(placement, self.count)
+        self._keep(own)
 
-    def weights_of(self, expert: int) -> tuple[Weight, Weight]:
+    def weights_of(self, expert: int) -> Weights:
         """Of an expert at home, as others take it."""
         slot = expert - self.home.start
         return self.gate_up_proj.own(slot), self.down_proj.own(slot)
 
-    def _weights_of(self, expert: int) -> tuple[Weight, Weight]:
-        return self.weights_of(expert) if expert in self.home else self._spare[self._brought[expert]]
+    def _weights_of(self, expert: int) -> Weights:
+        return self.weights_of(expert) if expert in self.home else self._away[expert]
 
     def _here(self) -> tuple[int, ...]:
         """Experts that this rank computes."""
@@ -332,9 +373,10 @@ class Experts(nn.Module):
         """All ranks have all rows. Each computes its experts' pairs, and has those of all others from these: a value of
         `x` for each pair, as often as the busiest rank has more than the mean."""
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()
-        slots = at.slots_of(experts)
+        slots, self._turn = at.slots_of(experts, self._turn), self._turn + 1
         pairs, bounds, places = ops.group_experts(slots, at.slots)
         begins = bounds[at.bounds]  # of each rank's pairs
+        self.loads += begins.diff()
         first, last = begins[shard.rank : shard.rank + 2].tolist()
         own = bounds[at.bounds[shard.rank] : at.bounds[shard.rank + 1] + 1] - first
         made = self._made(x, pairs[first:last], own, experts.shape[1])
@@ -348,14 +390,31 @@ class Experts(nn.Module):
         shift = torch.arange(shard.size) * most - begins[:-1]  # from a place among all pairs to one in these
         return ops.combine_experts(every, places + shift[at.rank_of].to(slots.device)[slots], weights)
 
-
     def _travelling(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, spread: Shard) -> Tensor:
         """Each group has rows of its own."""
         rows = len(x)
         x, experts, weights = share_of_rows(self.group, x, experts, weights)
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()
-        own = travel(x, at.slots_of(experts), weights.contiguous(), at.bounds, spread, self._made)
+        slots = at.slots_of(experts)
+        self.loads += at.rank_of.to(slots.device)[slots].flatten().bincount(minlength=spread.size).cpu()
+        own = travel(x, slots, weights.contiguous(), at.bounds, spread, self._made)
         return whole_again(self.group, own, rows)
+
+
+def _copy(to: Weights, weights: Weights) -> None:
+    """Beside what a device computes, but after what may still read what was there."""
+    pairs = [pair for each in zip(to, weights, strict=True) for pair in zip(*map(_values, each), strict=True)]
+    device = pairs[0][0].device
+    if device.type == "cpu":
+        for place, value in pairs:
+            place.copy_(value)
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        for place, value in pairs:
+            place.copy_(value)
+    stream.synchronize()
 
 
 def _values(weight: Weight) -> list[Tensor]:

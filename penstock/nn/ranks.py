@@ -42,7 +42,6 @@ class Ranks(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """[...] of the same shape and dtype on each rank -> [size, ...], what each has. Raises RankFailed."""
 
-
     @abstractmethod
     def all_to_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """For each rank a tensor [count, ...], which differ in their counts alone, on all ranks -> what each has for
@@ -122,7 +121,6 @@ class SharedMemoryRanks(Ranks):
     def await_plan(self) -> None:
         """Return when the next plan can be read. Raises RankFailed."""
         self.expect(native.value("penstock_plan_await", "p")(self.handle))
-
 
     # --- steps that all ranks compute together, whoever of them begins one
 

@@ -90,6 +90,7 @@ COUNTED = {  # field of the statistics -> metric, and its help
     "pulled_blocks": ("kv_blocks_pulled", "KV blocks that other engines handed over, verified"),
     "failed_pulls": ("kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"),
     "interruptions": ("offline_steps_interrupted", "Steps of offline work that ended early for an online request"),
+    "expert_switches": ("expert_switches", "Layers whose experts have moved between ranks"),
     "migrations": ("migrations_granted", "Sequences of other instances for which blocks were reserved"),
     "migration_wait": ("migration_wait_seconds", "Time that these waited for it in the migration queue"),
 }
@@ -199,6 +200,7 @@ class _Engine:
     busy: Counter
     idle: Counter
     counted: dict[str, Counter]
+    imbalance: Gauge
     sleep_state: dict[int, Gauge]
     up: Gauge
     lost: Counter
@@ -223,6 +225,7 @@ class _Engine:
         self.waiting.set(load.waiting)
         self.kv_usage.set(load.used_blocks / load.num_blocks if load.num_blocks else 0.0)
         self.migrating.set(load.migration_queue)
+        self.imbalance.set(load.expert_imbalance)
         for level, state in self.sleep_state.items():
             state.set(load.asleep == level)
         self.count()
@@ -305,6 +308,11 @@ class _EngineSeries:
         self.sleep_state = self._metric(
             Gauge, "engine_sleep_state", "1 for the state that the engine is in", ["sleep_state"]
         )
+        self.imbalance = self._metric(
+            Gauge,
+            "expert_imbalance",
+            "Rows of experts that the busiest rank has over the mean, in the last window; 0 without --enable-eplb",
+        )
         self.weights = self._metric(
             Gauge,
             "weights_load_seconds",
@@ -344,6 +352,7 @@ class _EngineSeries:
             busy=self.busy.labels(self._model_name, name),
             idle=self.idle.labels(self._model_name, name),
             counted={total: counter.labels(self._model_name, name) for total, counter in self.counted.items()},
+            imbalance=self.imbalance.labels(self._model_name, name),
             sleep_state={i: self.sleep_state.labels(self._model_name, name, s) for i, s in enumerate(SLEEP_STATES)},
             up=self.up.labels(self._model_name, name),
             lost=self.lost.labels(self._model_name, name),

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.sched.parallel.placement import Placement, in_order
-from penstock.sched.parallel.rebalancing import INTERVAL, ExpertRanks, Prepare, Rebalancer
+from penstock.core.parallel import Placement
+from penstock.sched.parallel.rebalancing import ExpertRanks, Prepare, Rebalancer
 from penstock.sched.steptime import StepTime
 
 Popularity = npt.NDArray[np.float64]  # [layers, experts]
@@ -67,16 +67,15 @@ def simulate_experts(
         drift: share of the experts that exchange their popularity with others after each interval.
     """
     assert times.shape.experts is not None
-    chosen, now = times.shape.experts.per_token, 0.0
-    rebalancer, start = Rebalancer(ranks), in_order(ranks.experts, ranks.ranks, ranks.slots)
+    chosen, rebalancer = times.shape.experts.per_token, Rebalancer(ranks)
+    start = [*rebalancer.placements]
     found = []
     for _ in range(intervals):
         counts = [rng.multinomial(chosen * tokens, layer).tolist() for layer in popularity]
-        fixed = _imbalances([start] * ranks.layers, counts)
+        fixed = _imbalances(start, counts)
         moved = _imbalances(rebalancer.placements, counts)
-        rebalancer.count(counts)
-        now += INTERVAL
-        loads, switches = _move(rebalancer, ranks.ranks, now)
+        rebalancer.look(counts)
+        loads, switches = _move(rebalancer, ranks.ranks)
         was, now_is = float(np.mean(fixed)), float(np.mean(moved))
         was_ms, is_ms, even_ms = [replace(times, imbalance=mean).step_ms((), *work) for mean in (was, now_is, 1.0)]
         found.append(Interval(was, now_is, max(moved), was_ms, is_ms, even_ms, loads, switches))
@@ -88,11 +87,11 @@ def _imbalances(placements: Sequence[Placement], counts: Sequence[Sequence[int]]
     return [placement.imbalance(layer) for placement, layer in zip(placements, counts, strict=True)]
 
 
-def _move(rebalancer: Rebalancer, ranks: int, now: float) -> tuple[int, int]:
+def _move(rebalancer: Rebalancer, ranks: int) -> tuple[int, int]:
     """(experts that one rank loads at most, layers switched), with ranks that are always ready."""
     loaded, switches = [0] * ranks, 0
-    while isinstance(order := rebalancer.tick(now), Prepare):
-        for rank, _, _ in order.loads:
+    while isinstance(order := rebalancer.tick(0.0), Prepare):
+        for rank, _ in order.loads:
             loaded[rank] += 1
         for rank in range(ranks):
             rebalancer.ready(rank, order.version)

@@ -155,7 +155,7 @@ def test_the_flags_of_serve():
         *("api-key-file", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs", "root-path"),
         *("allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials"),
         *("share-prefixes", "speculative-config", "step-time-limit-ms", "weight-cache"),
-        *("tensor-parallel-size", "pipeline-parallel-size"),
+        *("tensor-parallel-size", "pipeline-parallel-size", "enable-expert-parallel", "enable-eplb", "eplb-config"),
     }
 
 

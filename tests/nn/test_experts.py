@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
+from penstock.core.parallel import Placement
 from penstock.nn import native, ops
 from penstock.nn.config import DecoderConfig, ExpertsConfig, RopeConfig, Routing, deepseek_experts
-from penstock.nn.experts import CORRECTION, MixtureOfExperts, Placement
+from penstock.nn.experts import CORRECTION, MixtureOfExperts, Spare
 from penstock.nn.formats import AT_LOAD
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.loader import load_expert, load_model
@@ -252,7 +253,7 @@ def test_placements_change_no_bit(data):
     size, room = 2, 2
     one, spread = filled(WIDE), Spread(size)
     for made in spread.blocks:
-        made.experts.reserve(2 * room)
+        made.experts.spare = Spare(made.experts, 2 * room)
     for _ in range(6):
         own = []
         for made in spread.blocks:
@@ -280,9 +281,9 @@ def test_placements_change_no_bit(data):
 def test_placements_that_cannot_be_are_named():
     spread = Spread(2)
     experts = spread.blocks[0].experts
-    with pytest.raises(ValueError, match="no room for expert 9: 0 replicas were reserved"):
+    with pytest.raises(ValueError, match="no room for expert 9: there is memory for 0 away from home"):
         spread.bring(0, 9)
-    experts.reserve(1)
+    experts.spare = Spare(experts, 1)
     home = (tuple(range(8)), tuple(range(8, 16)))
     with pytest.raises(ValueError, match="expert 9 is neither at home here nor was it brought"):
         experts.place(Placement(((*home[0], 9), home[1])))
@@ -291,9 +292,32 @@ def test_placements_that_cannot_be_are_named():
     with pytest.raises(ValueError, match="a placement for 1 ranks, there are 2"):
         experts.place(Placement((tuple(range(16)),)))
     spread.bring(0, 9)
-    with pytest.raises(ValueError, match="no room for expert 10: 1 replicas were reserved"):
+    with pytest.raises(ValueError, match="no room for expert 10: there is memory for 1 away from home"):
         spread.bring(0, 10)
     experts.place(Placement(((*home[0], 9), home[1])))
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_rows_take_turns_at_replicas_and_weights_that_move_are_at_home():
+    one, spread = filled(WIDE), Spread(2)
+    every = Placement((tuple(range(16)),) * 2)
+    for rank, made in enumerate(spread.blocks):
+        made.experts.spare = Spare(made.experts, 8)
+        for expert in set(range(16)) - set(made.experts.home):
+            spread.bring(rank, expert)
+        made.experts.place(every)
+    row = torch.randn(1, HIDDEN)
+    with torch.inference_mode():
+        expected = one(row)
+    for _ in range(6):
+        assert torch.equal(spread(row), expected)
+    for made in spread.blocks:
+        assert made.experts.loads.tolist() == [9, 9], "3 of 16 experts, one row, six times"
+        made._apply(lambda place: place.clone())
+        assert made.experts.placement == Placement.even(16, 2)
+    assert torch.equal(spread(row), expected)
+    with pytest.raises(ValueError, match="no room for expert 9"):
+        spread.bring(0, 9)
 
 
 @torch.inference_mode()

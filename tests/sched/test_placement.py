@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.parallel.placement import Placement, _exchange, aligned, balanced, group_limited, in_order
+from penstock.core.parallel import Placement
+from penstock.sched.parallel.placement import _exchange, aligned, balanced, group_limited
 
 
 @st.composite
@@ -22,10 +23,11 @@ def test_every_expert_is_somewhere_and_no_slot_is_wasted(layer):
     counts, ranks, slots = layer
     placement = balanced(counts, ranks, slots)
     placement.check()
-    assert (placement.experts, len(placement.slots), len(placement.slots[0])) == (len(counts), ranks, slots)
+    assert (placement.experts, len(placement.ranks)) == (len(counts), ranks)
+    assert {len(rank) for rank in placement.ranks} == {slots}
     assert sum(placement.loads(counts)) == pytest.approx(sum(counts))
     assert placement.imbalance(counts) >= 1 - 1e-9
-    in_order(len(counts), ranks, slots).check()
+    Placement.even(len(counts), ranks).check()
 
 
 @given(layers())
@@ -45,7 +47,7 @@ def test_a_placement_that_is_renamed_is_as_even_and_changes_no_more(layer, data)
     old, new = balanced(other, ranks, slots), balanced(counts, ranks, slots)
     named = aligned(old, new)
     named.check()
-    assert sorted(map(sorted, named.slots)) == sorted(map(sorted, new.slots))
+    assert sorted(map(sorted, named.ranks)) == sorted(map(sorted, new.ranks))
     assert len(old.changes(named)) <= len(old.changes(new))
     assert old.changes(aligned(old, old)) == []
 
@@ -76,7 +78,7 @@ def test_a_group_is_on_one_host(problem):
     for group in range(groups):
         having = placement.ranks_of()[group * size : (group + 1) * size]
         assert len({rank // inside for own in having for rank in own}) == 1
-    again = aligned(in_order(len(counts), ranks, slots), placement, inside)
+    again = aligned(Placement.even(len(counts), ranks), placement, inside)
     again.check()
     assert again.imbalance(counts) == pytest.approx(placement.imbalance(counts))
 
@@ -86,7 +88,7 @@ def test_a_zipf_of_256_experts_on_64_ranks_is_even_to_a_tenth(skew):
     """Two spare slots on each rank; DeepSeek-V3 decodes with as many experts on a rank and less."""
     loads = 1e6 / np.arange(1, 257) ** skew
     counts = np.random.default_rng(0).permutation(loads).tolist()
-    assert in_order(256, 64, 4).imbalance(counts) > 1.5
+    assert Placement.even(256, 64).imbalance(counts) > 1.5
     assert balanced(counts, 64, 6).imbalance(counts) < 1.1
 
 
@@ -95,5 +97,5 @@ def test_loads_by_hand():
     assert placement.loads([10, 3, 1]) == [8, 6]
     assert placement.imbalance([10, 3, 1]) == pytest.approx(8 / 7)
     assert placement.imbalance([0, 0, 0]) == 1
-    assert placement.changes(Placement(((0, 2), (0, 1)))) == [(0, 1, 2), (1, 1, 1)]
-    assert aligned(placement, Placement(((2, 0), (1, 0)))) == placement
+    assert placement.changes(Placement(((0, 2), (0, 1)))) == [(0, 2), (1, 1)]
+    assert aligned(placement, Placement(((2, 0), (1, 0)))) == Placement(((1, 0), (2, 0)))

@@ -6,17 +6,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.sched.parallel.placement import in_order
+from penstock.core.errors import ConfigError
+from penstock.core.parallel import Placement, Switch
 from penstock.sched.parallel.rebalancing import (
     ENOUGH,
     GAIN,
-    INTERVAL,
     PATIENCE,
     Abandon,
+    EplbConfig,
     ExpertRanks,
     Prepare,
     Rebalancer,
-    Switch,
+    make_eplb,
 )
 
 RANKS = ExpertRanks(experts=6, layers=3, ranks=3, slots=3)
@@ -24,19 +25,19 @@ SKEWED = [9 * ENOUGH, 1, 1, 1, 1, 1]
 
 
 def looking(counts, ranks=RANKS):
-    """One that is about to look at these loads of every layer."""
+    """One that has seen these loads of every layer."""
     rebalancer = Rebalancer(ranks)
-    rebalancer.count([counts] * ranks.layers)
-    assert rebalancer.tick(INTERVAL - 1) is None
+    assert rebalancer.tick(0.0) is None
+    rebalancer.look([counts] * ranks.layers)
     return rebalancer
 
 
 def test_a_skewed_layer_is_prepared_and_switched_when_all_are_ready():
     rebalancer = looking(SKEWED)
-    order = rebalancer.tick(INTERVAL)
+    order = rebalancer.tick(0.0)
     assert isinstance(order, Prepare)
     assert order.loads
-    before = in_order(6, 3, 3)
+    before = Placement.even(6, 3)
     assert rebalancer.placements == [before] * 3
     assert rebalancer.ready(0, order.version) is rebalancer.ready(0, order.version) is rebalancer.ready(2, 9) is None
     assert rebalancer.ready(2, order.version) is None
@@ -44,36 +45,36 @@ def test_a_skewed_layer_is_prepared_and_switched_when_all_are_ready():
     assert switch == Switch(order.version, order.layer, rebalancer.placements[order.layer])
     assert before.changes(switch.placement) == list(order.loads)
     assert switch.placement.imbalance(SKEWED) < 1.05 < before.imbalance(SKEWED)
-    assert rebalancer.tick(INTERVAL + 1) is None, "the next layer waits for the step that switches"
+    assert rebalancer.tick(1.0) is None, "the next layer waits for the step that switches"
     rebalancer.switched(order.version)
-    following = rebalancer.tick(INTERVAL + 1)
+    following = rebalancer.tick(1.0)
     assert following.layer != order.layer
     assert following.version == order.version + 1
 
 
 def test_nothing_moves_for_little_gain_or_few_tokens():
-    assert looking([ENOUGH] * 6).tick(INTERVAL) is None, "even"
-    assert looking([tokens // 10 for tokens in SKEWED]).tick(INTERVAL) is None, "too few to know"
+    assert looking([ENOUGH] * 6).tick(0.0) is None, "even"
+    assert looking([tokens // 10 for tokens in SKEWED]).tick(0.0) is None, "too few to know"
     # a fall of 5 % is not enough, and more is: 2 ranks of 2 slots, 0 and 1 together, and could be apart
     two = ExpertRanks(experts=4, layers=1, ranks=2, slots=2)
     for share, moves in ((1.1, False), (1.25, True)):
         counts = [round(ENOUGH * each) for each in (share, share, 1, 1)]
-        order = looking(counts, two).tick(INTERVAL)
+        order = looking(counts, two).tick(0.0)
         assert (order is not None) == moves
-        assert (in_order(4, 2, 2).imbalance(counts) > 1 / (1 - GAIN)) == moves
+        assert (Placement.even(4, 2).imbalance(counts) > 1 / (1 - GAIN)) == moves
 
 
 def test_a_rank_that_fails_in_between_leaves_everything_as_it_was():
     for fail in (
         lambda rebalancer, version: rebalancer.failed(version),
         lambda rebalancer, version: rebalancer.lost(1),
-        lambda rebalancer, version: rebalancer.tick(INTERVAL + PATIENCE),
+        lambda rebalancer, version: rebalancer.tick(PATIENCE),
     ):
         rebalancer = looking(SKEWED)
-        order = rebalancer.tick(INTERVAL)
+        order = rebalancer.tick(0.0)
         rebalancer.ready(0, order.version)
         assert fail(rebalancer, order.version) == Abandon(order.version, order.layer)
-        assert rebalancer.placements == [in_order(6, 3, 3)] * 3
+        assert rebalancer.placements == [Placement.even(6, 3)] * 3
         assert rebalancer.ready(1, order.version) is rebalancer.ready(2, order.version) is None, "too late"
         rebalancer.check()
 
@@ -81,31 +82,43 @@ def test_a_rank_that_fails_in_between_leaves_everything_as_it_was():
 def test_nothing_moves_while_a_rank_is_lost():
     rebalancer = looking(SKEWED)
     rebalancer.lost(2)
-    assert rebalancer.tick(INTERVAL) is None
+    assert rebalancer.tick(0.0) is None
     rebalancer.back(2)
-    assert isinstance(rebalancer.tick(INTERVAL + 1), Prepare)
+    assert isinstance(rebalancer.tick(1.0), Prepare)
 
 
 def test_an_order_to_switch_is_not_taken_back():
     rebalancer = looking(SKEWED)
-    order = rebalancer.tick(INTERVAL)
+    order = rebalancer.tick(0.0)
     for rank in range(3):
         rebalancer.ready(rank, order.version)
-    assert rebalancer.lost(0) is rebalancer.failed(order.version) is rebalancer.tick(INTERVAL + 2 * PATIENCE) is None
-    assert rebalancer.placements[order.layer] != in_order(6, 3, 3), "it starts again with the new one"
+    assert rebalancer.lost(0) is rebalancer.failed(order.version) is rebalancer.tick(2 * PATIENCE) is None
+    assert rebalancer.placements[order.layer] != Placement.even(6, 3), "it starts again with the new one"
     rebalancer.check()
 
 
-def test_old_traffic_is_forgotten():
-    """The popular experts change: a placement for the new ones is found although more tokens have gone to the old."""
-    rebalancer, now = looking(SKEWED), INTERVAL
-    for counts in [SKEWED] * 2 + [SKEWED[::-1]] * 4:
-        while (order := rebalancer.tick(now)) is not None:
+def test_placements_follow_traffic():
+    rebalancer = Rebalancer(RANKS)
+    for counts in (SKEWED, SKEWED[::-1]):
+        rebalancer.look([counts] * 3)
+        while (order := rebalancer.tick(0.0)) is not None:
             assert [rebalancer.ready(rank, order.version) for rank in range(3)][-1] is not None
             rebalancer.switched(order.version)
-        rebalancer.count([counts] * 3)
-        now += INTERVAL
-    assert all(placement.imbalance(SKEWED[::-1]) < 1.05 for placement in rebalancer.placements)
+        assert all(placement.imbalance(counts) < 1.05 for placement in rebalancer.placements)
+
+
+def test_a_configuration_is_as_vllm_has_it():
+    assert make_eplb("{}") == EplbConfig(window_size=1000, step_interval=3000, num_redundant_experts=0)
+    asked = '{"num_redundant_experts": 32, "window_size": 10, "log_balancedness": true, "use_async": true}'
+    assert make_eplb(asked) == EplbConfig(window_size=10, num_redundant_experts=32, log_balancedness=True)
+    for asked, allowed in (
+        ('{"num_redundant_experts": -1}', '"num_redundant_experts": 0 to'),
+        ('{"use_async": false}', '"use_async": true'),
+        ('{"log_balancedness": 1}', '"log_balancedness": true or false'),
+        ("[]", 'a JSON object such as {"num_redundant_experts": 8}'),
+    ):
+        with pytest.raises(ConfigError, match="eplb-config: .*, allowed is " + allowed):
+            make_eplb(asked)
 
 
 @pytest.mark.parametrize("groups", [1, 8])
@@ -117,14 +130,13 @@ def test_one_rebalance_of_a_drawn_zipf_leaves_a_tenth(groups):
         popularity = [layer / np.repeat(layer.reshape(8, 32).sum(1), 32) for layer in popularity]
     draw = [rng.multinomial(8 * 200_000, layer / layer.sum()).tolist() for layer in popularity]
     rebalancer = Rebalancer(ranks)
-    rebalancer.count(draw)
-    now = INTERVAL
-    while (order := rebalancer.tick(now)) is not None:
+    rebalancer.look(draw)
+    while (order := rebalancer.tick(0.0)) is not None:
         for rank in range(64):
             rebalancer.ready(rank, order.version)
         rebalancer.switched(order.version)
     later = [rng.multinomial(8 * 200_000, layer / layer.sum()).tolist() for layer in popularity]
-    before = [in_order(256, 64, 6).imbalance(counts) for counts in later]
+    before = [Placement.even(256, 64).imbalance(counts) for counts in later]
     after = [placement.imbalance(counts) for placement, counts in zip(rebalancer.placements, later, strict=True)]
     assert min(before) > 1.5
     assert max(after) < 1.1
@@ -162,12 +174,12 @@ class Moves(RuleBasedStateMachine):
     @rule(
         skew=st.permutations([6, 5, 1, 1, 0, 0]),
         scale=st.sampled_from([1, ENOUGH // 2, 3 * ENOUGH]),
-        layer=st.integers(0, 2),
+        layers=st.sets(st.integers(0, 2)),
     )
-    def tokens_come(self, skew, scale, layer):
-        self.rebalancer.count([[scale * s if at == layer else 0 for s in skew] for at in range(3)])
+    def a_window_ends(self, skew, scale, layers):
+        self.rebalancer.look([[scale * s if at in layers else 0 for s in skew] for at in range(3)])
 
-    @rule(seconds=st.sampled_from([0.1, PATIENCE, INTERVAL]))
+    @rule(seconds=st.sampled_from([0.1, PATIENCE]))
     def time_passes(self, seconds):
         self.now += seconds
         self.follow(self.rebalancer.tick(self.now))

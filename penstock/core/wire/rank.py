@@ -65,6 +65,59 @@ class Gives(msgspec.Struct, tag=True, frozen=True):
     key: str
 
 
+class LoadExperts(msgspec.Struct, tag=True, frozen=True):
+    """Load experts for another placement of a layer; see `sched.parallel.rebalancing.Prepare`. `Brought` answers it, of
+    ranks that have the layer.
+
+    Attributes:
+        layer: counted among those that have experts, of all stages.
+        loads: (rank among those that share the layer, expert).
+    """
+
+    version: int
+    layer: int
+    loads: list[tuple[int, int]]
+
+
+class DropExperts(msgspec.Struct, tag=True, frozen=True):
+    """What was loaded for this version is not needed."""
+
+    version: int
+    layer: int
+
+
+class CountExperts(msgspec.Struct, tag=True, frozen=True):
+    """Say what was counted; `Counted` answers it, for each layer.
+
+    Attributes:
+        number: of the question.
+    """
+
+    number: int
+
+
+class Brought(msgspec.Struct, tag=True, frozen=True):
+    """The experts of `LoadExperts` are there, or they are not, for the reason that `error` gives."""
+
+    version: int
+    error: str = ""
+
+
+class Counted(msgspec.Struct, tag=True, frozen=True):
+    """Of a layer, since it was loaded.
+
+    Attributes:
+        number: of the question.
+        counts: rows that each expert has had.
+        loads: those that each rank has computed.
+    """
+
+    number: int
+    layer: int
+    counts: list[int]
+    loads: list[int]
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """The weights are there.
 
@@ -109,7 +162,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     field: str | None = None
 
 
-FromRank = Gives | Loaded | Opened | Computed | Logged | Ended
+FromRank = Gives | Loaded | Opened | Computed | Brought | Counted | Logged | Ended
 decode_from_rank = decoder(FromRank).decode
-ToRank = WeightSources | OpenCache | Rest | Resume
+ToRank = WeightSources | OpenCache | Rest | Resume | LoadExperts | DropExperts | CountExperts
 decode_to_rank = decoder(ToRank).decode

@@ -35,6 +35,24 @@ class MaskCosts:
     compiling: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Of ranks that share experts.
+
+    Attributes:
+        looks: at it; `switches`: of layers to other placements, since the start.
+        busiest: rows that the busiest rank of each layer computes over the mean, of all layers together, in the last
+            window; 0 before its end.
+    """
+
+    looks: int = 0
+    switches: int = 0
+    busiest: float = 0.0
+
+
+NO_LOAD = ExpertLoad()
+
+
 class Computes(Protocol):
     """What an executor needs of a worker."""
 
@@ -102,6 +120,11 @@ class Executor(Protocol):
     @property
     def mask_costs(self) -> MaskCosts:
         """Of a worker."""
+        ...
+
+    @property
+    def expert_load(self) -> ExpertLoad:
+        """Of all, where it is looked at."""
         ...
 
     def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:

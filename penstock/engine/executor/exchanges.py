@@ -94,9 +94,9 @@ class Exchanges:
 
     @property
     def shard(self) -> Shard:
-        return Shard(
-            self.place.shard, self.layout.tensor, self.ranks, stage=self.place.stage, stages=self.layout.pipeline
-        )
+        layout, (_, stage, shard) = self.layout, self.place
+        experts = Shard(shard, layout.tensor, self.ranks) if layout.expert_ranks > 1 else None
+        return Shard(shard, layout.tensor, self.ranks, experts, stage=stage, stages=layout.pipeline)
 
     @staticmethod
     def bytes_for(layout: Layout) -> int:

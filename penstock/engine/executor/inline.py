@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from penstock.core.clock import Clock
 from penstock.core.plan import StepPlan
 from penstock.core.stop import Stop
-from penstock.engine.executor.base import Computes, MaskCosts, Pending, Ran
+from penstock.engine.executor.base import NO_LOAD, Computes, MaskCosts, Pending, Ran
 
 # seconds; beside shorter steps of a CPU the loop's work would take a core from the kernels, and handing over the
 # interpreter costs more than what is gained: a decode step of the demo model takes 5 to 10 % longer
@@ -32,6 +32,8 @@ class InlineExecutor:
         beside: at least what is stoppable is computed in that thread.
         short: seconds; when the last step took less, the next one is computed by who asks for it all the same.
     """
+
+    expert_load = NO_LOAD
 
     def __init__(
         self, worker: Computes, clock: Clock, *, ahead: bool = False, beside: bool = False, short: float = SHORT

@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.plan import StepPlan
-from penstock.engine.executor.base import Computes, MaskCosts, Pending, Ran
+from penstock.engine.executor.base import Computes, ExpertLoad, MaskCosts, Pending, Ran
 from penstock.engine.executor.inline import Bell, Job, StepThread
 from penstock.engine.executor.plans import Answer
 
@@ -23,7 +23,10 @@ class Others(Protocol):
     @property
     def can_settle(self) -> bool: ...
 
-    def post(self, plan: StepPlan) -> None: ...
+    @property
+    def expert_load(self) -> ExpertLoad: ...
+
+    def post(self, plan: StepPlan) -> StepPlan: ...
 
     def expect_alive(self) -> None: ...
 
@@ -106,9 +109,13 @@ class PipelineExecutor:
     def mask_costs(self) -> MaskCosts:
         return self.answers.costs
 
+    @property
+    def expert_load(self) -> ExpertLoad:
+        return self._others.expert_load
+
     def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:
         self._others.expect_alive()
-        self._others.post(plan)
+        plan = self._others.post(plan)
         job = self._thread.give(partial(_compute, self._own, self._others, self._clock, plan))
         return _Staged(self.answers, self.answers.expect(), job, self._others)
 

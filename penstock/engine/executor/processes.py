@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,10 @@ from penstock.core.plan import StepPlan
 from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import (
     MAX_MESSAGE,
+    Brought,
     Computed,
+    Counted,
+    CountExperts,
     Ended,
     Gives,
     Loaded,
@@ -49,13 +53,15 @@ from penstock.core.wire.rank import (
     WeightSources,
     decode_from_rank,
 )
-from penstock.engine.executor.base import Computes, MaskCosts, Pending, Ran
+from penstock.engine.executor.base import NO_LOAD, Computes, ExpertLoad, MaskCosts, Pending, Ran
 from penstock.engine.executor.exchanges import Desk, Exchanges
 from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.pipeline import Answers, PipelineExecutor
 from penstock.engine.executor.plans import decode_answer, encode_plan
+from penstock.engine.experts import ExpertBalance, ExpertLoader, ExpertOrder, expert_ranks
 from penstock.engine.options import EngineOptions
 from penstock.engine.weights import WeightManager, passed
+from penstock.sched.parallel.rebalancing import Rebalancer, make_eplb
 from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:
@@ -112,6 +118,7 @@ class RankProcesses:
     Attributes:
         exchanges: rank 0's own.
         failure: what has happened to one of them.
+        balance: of experts, where it is kept even.
     """
 
     def __init__(
@@ -127,6 +134,7 @@ class RankProcesses:
         self.exchanges = Exchanges(memory, 0, layout)
         self._answers: Answers | None = None  # that somebody waits for
         self.failure: RankFailed | ConfigError | None = None
+        self.balance: ExpertBalance | None = None
         self._closing = False
         self._changed = threading.Condition()
         try:
@@ -178,6 +186,20 @@ class RankProcesses:
             with suppress(OSError):  # whoever watches has noticed, or will
                 socket.send_fds(rank.link, [encode(OpenCache(count, max_model_len))], fds)
 
+    def balance_experts(self, own: ExpertLoader, options: EngineOptions) -> None:
+        """Keep the load of experts even from now on."""
+        ranks, config = expert_ranks(options, own.config), make_eplb(options.eplb_config)
+
+        def tell(order: ExpertOrder) -> None:
+            own.hear(order)
+            for rank in self.others:
+                if not isinstance(order, CountExperts) or self._layout.place(rank.rank).shard == 0:
+                    with suppress(OSError):  # whoever watches will notice
+                        rank.link.send(encode(order))
+
+        self.balance = ExpertBalance(Rebalancer(ranks), config, tell)
+        own.tell = partial(self.balance.hear, 0)
+
     def opened(self) -> None:
         """Wait until all can run plans. Raises RankFailed or ConfigError."""
         self._await(lambda rank: rank.opened)
@@ -190,10 +212,17 @@ class RankProcesses:
                 rank.link.send(encode(order))
         self._post(b"")
 
-    def post(self, plan: StepPlan) -> None:
-        """Have all run a plan. Of those that were posted before, all but the last ones have been run: two, or as many
-        as there are stages."""
+    def post(self, plan: StepPlan) -> StepPlan:
+        """Have all run a plan, and return what of it this rank has to run. Of those that were posted before, all but
+        the last ones have been run: two, or as many as there are stages."""
+        if self.balance is not None:
+            plan = self.balance.next(plan)
         self._post(encode_plan(plan))
+        return plan
+
+    @property
+    def expert_load(self) -> ExpertLoad:
+        return NO_LOAD if self.balance is None else self.balance.load
 
     def _post(self, data: bytes) -> None:
         """Empty: there is an order."""
@@ -298,6 +327,9 @@ class RankProcesses:
             case Computed(size):
                 assert self._answers is not None
                 self._answers.put(decode_answer(self._desk.next_answer(size)))
+            case Brought() | Counted() as answer:
+                assert self.balance is not None
+                self.balance.hear(self._layout.place(rank.rank).shard, answer)
             case Logged(logger, level, text):
                 logging.getLogger(logger).log(level, "rank %d: %s", rank.rank, text)
             case Ended(text, wrong_option, field):
@@ -356,9 +388,13 @@ class ProcessExecutor:
     def mask_costs(self) -> MaskCosts:
         return self._own.mask_costs
 
+    @property
+    def expert_load(self) -> ExpertLoad:
+        return self._others.expert_load
+
     def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:
         self._others.expect_alive()
-        self._others.post(plan)
+        plan = self._others.post(plan)
         return _Together(self._own.launch(plan), self._others, beside=self._own.ahead)
 
     def fileno(self) -> int | None:

@@ -19,17 +19,24 @@ import os
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import (
     MAX_MESSAGE,
+    Brought,
     Computed,
+    Counted,
+    CountExperts,
+    DropExperts,
     Ended,
     Loaded,
+    LoadExperts,
     Logged,
     OpenCache,
     Opened,
@@ -105,6 +112,8 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
         assert isinstance(told, WeightSources)
         peers = WeightManager.of(told, pass_on=partial(pass_to_rank_0, link))
     worker = Worker(options, others.on(device_of(options.device), settings["meeting"]), peers=peers)
+    if worker.experts is not None:
+        worker.experts.tell = partial(answer_rank_0, link)
     link.send(encode(Loaded(worker.room())))
     data, fds, *_ = socket.recv_fds(link, MAX_MESSAGE, 1)
     if not data:
@@ -114,6 +123,8 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     worker.open(wanted.num_blocks, wanted.max_model_len, pool_over(fds[0]) if fds else memfd_pool)
     link.send(encode(Opened()))
     worker.save_weights()
+    orders: SimpleQueue[ToRank | None] = SimpleQueue()
+    threading.Thread(target=listen, args=(link, worker, orders), name="penstock-orders", daemon=True).start()
     decode, runner = PlanDecoder(), worker.runner
     answers = layout.pipeline > 1 and settings["rank"] == layout.answering
     while True:
@@ -124,9 +135,28 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
                 answer = encode_answer(Answer(result, runner.mask_costs, runner.counts()))
                 desk.put_answer(answer)
                 link.send(encode(Computed(len(answer))))
-        elif data := link.recv(MAX_MESSAGE):
-            obey(worker, decode_to_rank(data))
+        elif (order := orders.get()) is not None:
+            obey(worker, order)
             link.send(encode(Opened()))
+
+
+def answer_rank_0(link: socket.socket, answer: Brought | Counted) -> None:
+    """From any thread."""
+    with suppress(OSError):  # rank 0 has ended
+        link.send(encode(answer))
+
+
+def listen(link: socket.socket, worker: Worker, orders: SimpleQueue[ToRank | None]) -> None:
+    """Take what does not wait for plans to the worker, and all else to `orders`; None is their end."""
+    with suppress(OSError):
+        while data := link.recv(MAX_MESSAGE):
+            match decode_to_rank(data):
+                case LoadExperts() | DropExperts() | CountExperts() as order:
+                    assert worker.experts is not None
+                    worker.experts.hear(order)
+                case order:
+                    orders.put(order)
+    orders.put(None)
 
 
 def obey(worker: Worker, order: ToRank) -> None:

@@ -11,64 +11,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Of one layer.
-
-    Attributes:
-        slots: of each rank the experts in its slots, each at most once on a rank.
-    """
-
-    slots: tuple[tuple[int, ...], ...]
-
-    @property
-    def experts(self) -> int:
-        return 1 + max(max(rank) for rank in self.slots)
-
-    def ranks_of(self) -> list[list[int]]:
-        """Of each expert, the ranks that have it."""
-        found: list[list[int]] = [[] for _ in range(self.experts)]
-        for rank, experts in enumerate(self.slots):
-            for expert in experts:
-                found[expert].append(rank)
-        return found
-
-    def loads(self, counts: Sequence[float]) -> list[float]:
-        """Of each rank, when an expert's load is spread evenly over its replicas."""
-        each = [count / len(ranks) for count, ranks in zip(counts, self.ranks_of(), strict=True)]
-        return [sum([each[expert] for expert in experts]) for experts in self.slots]
-
-    def imbalance(self, counts: Sequence[float]) -> float:
-        """The busiest rank's load over the mean; 1 without any load."""
-        loads = self.loads(counts)
-        total = sum(loads)
-        return max(loads) * len(loads) / total if total > 0 else 1.0
-
-    def changes(self, new: Placement) -> list[tuple[int, int, int]]:
-        """(rank, slot, expert) of what is another expert's weight in `new`."""
-        return [
-            (rank, slot, expert)
-            for rank, (mine, theirs) in enumerate(zip(self.slots, new.slots, strict=True))
-            for slot, (before, expert) in enumerate(zip(mine, theirs, strict=True))
-            if before != expert
-        ]
-
-    def check(self) -> None:
-        """Raise AssertionError unless every expert is somewhere, at most once on a rank, and ranks have equal slots."""
-        assert len({len(rank) for rank in self.slots}) == 1
-        assert all(len(set(rank)) == len(rank) for rank in self.slots)
-        assert {expert for rank in self.slots for expert in rank} == set(range(self.experts))
-
-
-def in_order(experts: int, ranks: int, slots: int) -> Placement:
-    """Before anything was counted: each rank has the experts that follow those of the rank before, and, in slots that
-    are left, the first of the next rank's."""
-    assert slots <= experts <= ranks * slots
-    starts = [rank * experts // ranks for rank in range(ranks)]
-    return Placement(tuple(tuple((start + i) % experts for i in range(slots)) for start in starts))
+from penstock.core.parallel import Placement
 
 
 def balanced(counts: Sequence[float], ranks: int, slots: int) -> Placement:
@@ -119,33 +63,30 @@ def group_limited(counts: Sequence[float], groups: int, hosts: int, ranks: int, 
     for own in chosen:
         members = [expert for group in sorted(own) for expert in range(group * size, (group + 1) * size)]
         within = balanced([counts[expert] for expert in members], inside, slots)
-        found += [tuple(members[i] for i in rank) for rank in within.slots]
+        found += [tuple(members[i] for i in rank) for rank in within.ranks]
     return Placement(tuple(found))
 
 
 def aligned(old: Placement, new: Placement, within: int | None = None) -> Placement:
-    """The same with ranks renamed and slots reordered such that little changes: a weight that is on a rank already is
-    not loaded there.
+    """The same with ranks renamed such that little changes: an expert that is on a rank already is not loaded there.
 
     Args:
         within: ranks of a host, among which names may change; None is all.
     """
-    count, size = len(new.slots), within or len(new.slots)
-    names: dict[int, int] = {}  # of `new` -> of `old`
+    count, size = len(new.ranks), within or len(new.ranks)
+    ranks: list[tuple[int, ...]] = [()] * count
     for start in range(0, count, size):
         host = range(start, start + size)
-        mine = {rank: set(new.slots[rank]) for rank in host}
-        theirs = {rank: set(old.slots[rank]) for rank in host}
+        mine = {rank: set(new.ranks[rank]) for rank in host}
+        theirs = {rank: set(old.ranks[rank]) for rank in host}
         alike = sorted((-len(mine[a] & theirs[b]), a, b) for a in host for b in host)
-        taken: set[int] = set()
+        named, taken = set[int](), set[int]()
         for _, a, b in alike:
-            if a not in names and b not in taken:
-                names[a] = b
+            if a not in named and b not in taken:
+                ranks[b] = new.ranks[a]
+                named.add(a)
                 taken.add(b)
-    slots: list[tuple[int, ...]] = [()] * count
-    for rank, name in names.items():
-        slots[name] = _in_place(old.slots[name], new.slots[rank])
-    return Placement(tuple(slots))
+    return min(Placement(tuple(ranks)), new, key=lambda each: len(old.changes(each)))
 
 
 def _replicated(counts: Sequence[float], ranks: int, slots: int) -> list[int]:
@@ -170,9 +111,3 @@ def _exchange(placed: list[set[int]], slots: int, expert: int) -> None:
     other.remove(given)
     room.add(given)
     other.add(expert)
-
-
-def _in_place(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-    """`after`, in which what both have is in the same slot."""
-    new = [expert for expert in after if expert not in before]
-    return tuple(expert if expert in after else new.pop() for expert in before)

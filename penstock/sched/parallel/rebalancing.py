@@ -1,6 +1,6 @@
 """When experts move between ranks, and how: nothing waits for it, and no token changes (xLLM, section 4.4.2).
 
-Tokens that each expert was chosen by are summed up beside the steps. From time to time layers whose busiest rank would
+Tokens that each expert was chosen by are counted beside the steps. From time to time layers whose busiest rank would
 have less to do get a new placement, one after the other, the greatest gain first:
 
 1. `Prepare`: every rank loads what is new to it into spare memory, while the old weights serve.
@@ -15,15 +15,75 @@ each was computed: so tokens do not depend on placements.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from penstock.sched.parallel.placement import Placement, aligned, balanced, group_limited, in_order
+from penstock.core.errors import ConfigError
+from penstock.core.parallel import Placement, Switch
+from penstock.sched.parallel.placement import aligned, balanced, group_limited
 
 GAIN = 0.05  # of the busiest rank's load, by which it has to fall at least: a move has to win back its cost
 ENOUGH = 4000  # choices for each rank and layer, in the mean: the busiest of them by chance alone has some 4 % more
-KEPT = 0.5  # of what was counted, from one interval to the next
-INTERVAL, PATIENCE = 60.0, 30.0  # seconds between two looks at the loads; until a rank that is not ready is given up
+EPLB_CONFIG = "eplb-config"
+PATIENCE = 30.0  # seconds until a rank that is not ready is given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EplbConfig:
+    """As vLLM has it.
+
+    Attributes:
+        window_size: steps before a look in which experts are counted.
+        step_interval: steps from one look to the next.
+        num_redundant_experts: replicas in a layer, on all ranks together; more where ranks would have unlike numbers.
+        log_balancedness: whether every look says how even ranks are.
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int = 0
+    log_balancedness: bool = False
+
+
+def make_eplb(asked: str) -> EplbConfig:
+    """
+    Args:
+        asked: vLLM's JSON object, of the fields of `EplbConfig`; "use_async" may be true and "policy" "default", which
+            they are.
+
+    Raises ConfigError, naming what is allowed.
+    """
+    try:
+        return _parsed(asked)
+    except ValueError as error:
+        raise ConfigError(f"{EPLB_CONFIG}: {asked!r}, allowed is {error}", EPLB_CONFIG) from None
+
+
+def checked_eplb(asked: str) -> str:
+    """The same text. Raises ValueError that says what is allowed."""
+    _parsed(asked)
+    return asked
+
+
+def _parsed(asked: str) -> EplbConfig:
+    try:
+        config = json.loads(asked)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError('a JSON object such as {"num_redundant_experts": 8}')
+    for name, only in (("use_async", True), ("policy", "default")):
+        if config.pop(name, only) != only:
+            raise ValueError(f'"{name}": {json.dumps(only)}')
+    for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
+        if name in config and (type(config[name]) is not int or not least <= config[name] <= 10**9):
+            raise ValueError(f'"{name}": {least} to {10**9}')
+    if not isinstance(config.get("log_balancedness", False), bool):
+        raise ValueError('"log_balancedness": true or false')
+    if unknown := config.keys() - {each.name for each in fields(EplbConfig)}:
+        raise ValueError(f"no {json.dumps(min(unknown))}")
+    return EplbConfig(**config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +91,7 @@ class ExpertRanks:
     """
     Attributes:
         experts, layers: that a rank's slots are for.
-        slots: of each rank in each layer; all together at least as many as experts, and the others have replicas.
+        slots: experts that each rank has of a layer; together at least as many as there are, and the rest replicas.
         groups: of experts, of which a row's are in few; 1 places them globally.
         hosts: that ranks are on.
     """
@@ -57,20 +117,11 @@ class ExpertRanks:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Load (rank, slot, expert) of a layer into spare memory."""
+    """Load (rank, expert) of a layer into spare memory."""
 
     version: int
     layer: int
-    loads: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """From the next step on a layer's experts are where this version has them, on every rank."""
-
-    version: int
-    layer: int
-    placement: Placement
+    loads: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +154,24 @@ class Rebalancer:
         placements: of each layer, as it is from the next step on.
     """
 
-    def __init__(self, ranks: ExpertRanks, now: float = 0.0) -> None:
-        start = in_order(ranks.experts, ranks.ranks, ranks.slots)
-        self.placements = [start] * ranks.layers
+    def __init__(self, ranks: ExpertRanks) -> None:
+        self.placements = [Placement.even(ranks.experts, ranks.ranks)] * ranks.layers
         self._ranks = ranks
-        self._counts = [[0.0] * ranks.experts for _ in range(ranks.layers)]
         self._due: list[tuple[int, Placement]] = []  # layers that are worth a move, the best one last
-        self._next = now + INTERVAL
         self._version = 0
         self._move: _Move | None = None
         self._lost: set[int] = set()
 
-    def count(self, counts: Sequence[Sequence[int]]) -> None:
-        """Of each layer, tokens that have chosen each expert."""
-        for total, more in zip(self._counts, counts, strict=True):
-            for expert, tokens in enumerate(more):
-                total[expert] += tokens
+    @property
+    def moves(self) -> bool:
+        """Whether a layer is being prepared, which may take too long."""
+        return self._move is not None and not self._move.ordered
+
+    def look(self, counts: Sequence[Sequence[float]]) -> None:
+        """Of each layer, how many tokens have chosen each expert of late; what was due by earlier ones is not."""
+        gains = [(*self._gain(layer, each), layer) for layer, each in enumerate(counts)]
+        gains.sort(key=lambda found: (found[0], -found[2]))
+        self._due = [(layer, placement) for gain, placement, layer in gains if gain > 0]
 
     def tick(self, now: float) -> Order | None:
         """What is due."""
@@ -126,12 +179,6 @@ class Rebalancer:
         if move is not None:
             late = now >= move.until and not move.ordered
             return self._abandon() if late else None
-        if now >= self._next:
-            self._next = now + INTERVAL
-            gains = [(*self._gain(layer), layer) for layer in range(self._ranks.layers)]
-            gains.sort(key=lambda found: (found[0], -found[2]))
-            self._due = [(layer, placement) for gain, placement, layer in gains if gain > 0]
-            self._counts = [[KEPT * tokens for tokens in layer] for layer in self._counts]
         return None if self._lost or not self._due else self._prepare(now, *self._due.pop())
 
     def ready(self, rank: int, version: int) -> Switch | None:
@@ -166,10 +213,6 @@ class Rebalancer:
         """It has started again, with `placements`."""
         self._lost.discard(rank)
 
-    def imbalances(self) -> list[float]:
-        """Of each layer, the busiest rank over the mean, by what was counted."""
-        return [p.imbalance(counts) for p, counts in zip(self.placements, self._counts, strict=True)]
-
     def check(self) -> None:
         """Raise AssertionError unless placements are whole, and a move is one of an idle layer to another placement."""
         for placement in self.placements:
@@ -187,9 +230,9 @@ class Rebalancer:
         self._move = _Move(self._version, layer, placement, now + PATIENCE, missing)
         return Prepare(self._version, layer, tuple(self.placements[layer].changes(placement)))
 
-    def _gain(self, layer: int) -> tuple[float, Placement]:
+    def _gain(self, layer: int, counts: Sequence[float]) -> tuple[float, Placement]:
         """(tokens by which the busiest rank's load falls, or 0 where that is too little; with which placement)."""
-        counts, old = self._counts[layer], self.placements[layer]
+        old = self.placements[layer]
         if sum(counts) < ENOUGH * self._ranks.ranks:
             return 0.0, old
         new = aligned(old, self._ranks.placement(counts), self._ranks.renamed_within)

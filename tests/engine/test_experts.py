@@ -1,0 +1,154 @@
+"""Experts that move between real ranks: loads become even, no step waits, and tokens are those of one rank."""
+
+import json
+import logging
+import threading
+from contextlib import closing
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import penstock.engine.experts
+from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError
+from penstock.core.memory import PARTS
+from penstock.core.parallel import Placement
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.experts import expert_ranks
+from penstock.engine.options import check_options
+from penstock.nn import native
+from penstock.nn.loader import read_architecture
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engines import Collector, make_request
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+EXPERTS, INTERVAL = 12, 7
+CONFIG = {"window_size": INTERVAL, "step_interval": INTERVAL, "num_redundant_experts": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """DeepSeek-V3 whose routers choose an expert the less often the greater its number is, about as Zipf says."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), "deepseek-v3", n_group=1, topk_group=1)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor[:] = -0.15 * (1 + tensor.new_tensor(range(EXPERTS))).log()
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def build(folder, config=None, **options):
+    """Of two ranks with whole experts, which move where there is a config."""
+    threads = native.threads()
+    if config is not None:
+        options |= {"enable_eplb": True, "eplb_config": json.dumps(config)}
+    common = {"device": "cpu", "kv_cache_memory": 16 << 20, "max_num_batched_tokens": 640, "prefix_cache": False}
+    try:
+        return build_engine(EngineOptions(model=str(folder), max_num_seqs=8, **common, **options), SystemClock())
+    finally:
+        native.set_threads(threads)
+
+
+RANKS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def requests(scored=False):
+    """
+    Args:
+        scored: the last layer has all rows too, since something is asked about each.
+    """
+    prompts = [[(7 * i + k * (i + 1)) % 300 + 1 for k in range(600)] for i in range(6)]
+    asked = {"prompt_logprobs": 1} if scored else {}
+    return [make_request(f"{i}", prompt, max_tokens=2, **asked) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Of one rank."""
+    with closing(build(folder)) as one:
+        return Collector(one.engine).run(*requests())
+
+
+def run(built, expected, until, scored=False):
+    """The same requests again and again until something holds; all tokens are those of one rank."""
+    for _ in range(200):
+        assert Collector(built.engine).run(*requests(scored)) == expected
+        if until(built.engine.executor.expert_load):
+            return built.engine.executor.expert_load
+    raise AssertionError("it does not hold after 200 times")
+
+
+def test_steps_go_on_while_experts_are_loaded_and_then_ranks_have_equally_much(folder, expected, monkeypatch):
+    may, load = threading.Event(), penstock.engine.experts.load_expert
+
+    def slow(*args):
+        may.wait()
+        return load(*args)
+
+    monkeypatch.setattr(penstock.engine.experts, "load_expert", slow)
+    with closing(build(folder, CONFIG, **RANKS)) as built:
+        before = run(built, expected, lambda load: load.looks > 1)
+        assert before.switches == 0
+        assert before.busiest > 1.3
+        may.set()
+        after = run(built, expected, lambda load: load.switches)
+        even = run(built, expected, lambda load: load.looks > after.looks + 1)
+        assert even.busiest < 1.1
+
+
+@pytest.mark.slow
+def test_stages_are_balanced_each(folder, expected):
+    """Rank 0 has not all layers, and asks others for what they have counted."""
+    with closing(build(folder, CONFIG, **RANKS, pipeline_parallel_size=2)) as built:
+        after = run(built, expected, lambda load: load.switches > 1, scored=True)
+        even = run(built, expected, lambda load: load.looks > after.looks + 1, scored=True)
+        assert even.busiest < 1.1
+
+
+@pytest.mark.slow
+def test_experts_that_cannot_be_read_stay_where_they_are(folder, expected, caplog):
+    with closing(build(folder, CONFIG, **RANKS)) as built, caplog.at_level(logging.WARNING):
+        path = folder / "model.safetensors"
+        path.rename(folder / "elsewhere")
+        try:
+            load = run(built, expected, lambda _: "stay where they are" in caplog.text)
+            assert load.switches == 0
+        finally:
+            (folder / "elsewhere").rename(path)
+        run(built, expected, lambda load: load.switches)
+
+
+@pytest.mark.slow
+def test_what_was_moved_is_moved_again_after_a_sleep(folder, expected):
+    """Weights are read anew, at home; what was brought for a switch that is yet to come has to be brought again too."""
+    with closing(build(folder, CONFIG, **RANKS)) as built:
+        loader = built.worker.experts
+        run(built, expected, lambda load: load.switches)
+        placed = [experts.placement for experts in loader._layers.values()]
+        assert placed[0] != Placement.even(EXPERTS, 2)
+        built.memory.sleep(2, built.engine.clear_cache())
+        built.memory.wake_up(PARTS)
+        assert [experts.placement for experts in loader._layers.values()] == placed
+        looks = built.engine.executor.expert_load.looks
+        assert run(built, expected, lambda load: load.looks > looks + 1).busiest < 1.1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel_size": 2}, "enable-eplb: true, allowed is false where enable-expert-parallel spreads no"),
+        ({**RANKS, "eplb_config": '{"policy": "flat"}'}, 'eplb-config: .*, allowed is "policy": "default"'),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options, says):
+    with pytest.raises(ConfigError, match=says):
+        check_options(EngineOptions(model="", enable_eplb=True, **options))
+
+
+def test_more_replicas_than_ranks_have_room_for_are_refused_by_name(folder):
+    asked = EngineOptions(model="", eplb_config='{"num_redundant_experts": 13}', **RANKS)
+    with pytest.raises(ConfigError, match=r'eplb-config: "num_redundant_experts": 13, allowed is at most 12 for 12'):
+        expert_ranks(asked, read_architecture(folder)[1])
