@@ -8,6 +8,7 @@ as one that has all of them does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def travel(x: Tensor, slots: Tensor, weights: Tensor, begins: list[int], spread:
     """
     assert spread.ranks is not None
     rows, top_k = slots.shape
-    goes = [(slots >= first) & (slots < end) for first, end in zip(begins, begins[1:], strict=False)]
+    goes = [(slots >= first) & (slots < end) for first, end in pairwise(begins)]
     came = spread.ranks.all_to_all([_packed(x, slots - first, mask) for first, mask in zip(begins, goes, strict=False)])
     counts = [len(each) for each in came]
     own = begins[spread.rank + 1] - begins[spread.rank]

@@ -395,7 +395,7 @@ class Experts(nn.Module):
         rows = len(x)
         x, experts, weights = share_of_rows(self.group, x, experts, weights)
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()
-        slots = at.slots_of(experts)
+        slots, self._turn = at.slots_of(experts, self._turn), self._turn + 1
         self.loads += at.rank_of.to(slots.device)[slots].flatten().bincount(minlength=spread.size).cpu()
         own = travel(x, slots, weights.contiguous(), at.bounds, spread, self._made)
         return whole_again(self.group, own, rows)
@@ -435,6 +435,12 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = Linear(hidden, (1,)) if experts.shared_gate else None
         if self.shared_expert_gate is not None:
             self.shared_expert_gate.exact = True
+
+    def accompany(self, dtype: torch.dtype) -> None:
+        """Compute what rows of other groups want, with none of its own."""
+        device, routing = self.router.weight.device, self.router.routing
+        none = torch.empty(0, routing.top_k, dtype=torch.int64, device=device)
+        self.experts(torch.empty(0, self.router.ins, dtype=dtype, device=device), none, none.float())
 
     def forward(self, x: Tensor) -> Tensor:
         routed = self.experts(x, *self.router.route(x))

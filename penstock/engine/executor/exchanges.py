@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from penstock.core.parallel import Layout
+from penstock.engine.executor.groups import GroupMemory
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import DevicePipe, DistributedRanks, Pipe, Ranks, SharedMemoryPipe, SharedMemoryRanks
 
@@ -77,9 +78,13 @@ class Exchanges:
         memory: shared by all, `bytes_for(layout)` of it, zeros at first.
         layout: of the group.
         parent: see `SharedMemoryRanks`.
+        groups: what it has in common with other groups, if anything.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, layout: Layout, parent: int = 0) -> None:
+    def __init__(
+        self, memory: mmap.mmap, rank: int, layout: Layout, parent: int = 0, groups: GroupMemory | None = None
+    ) -> None:
+        self._parent, self._groups = parent, groups
         _, stage, shard = self.place = layout.place(rank)
         self.layout, self._memory = layout, memory
         self.world = SharedMemoryRanks(memory, rank, layout.group_size, parent)
@@ -96,6 +101,8 @@ class Exchanges:
     def shard(self) -> Shard:
         layout, (_, stage, shard) = self.layout, self.place
         experts = Shard(shard, layout.tensor, self.ranks) if layout.expert_ranks > 1 else None
+        if self._groups is not None:
+            experts = self._groups.experts(stage, shard, self._parent)
         return Shard(shard, layout.tensor, self.ranks, experts, stage=stage, stages=layout.pipeline)
 
     @staticmethod
@@ -145,6 +152,8 @@ class Exchanges:
         self.world.fail(rank)
         for members in self._stage_sets:
             members.fail(rank)
+        if self._groups is not None:
+            self._groups.fail()
 
     @cached_property
     def _stage_sets(self) -> list[SharedMemoryRanks]:
@@ -153,6 +162,11 @@ class Exchanges:
         if layout.tensor == 1 or layout.pipeline == 1:
             return []
         return [SharedMemoryRanks(self._memory, 0, layout.tensor, 0, self._start(i)) for i in range(layout.pipeline)]
+
+    def awaits_groups(self, rank: int) -> bool:
+        """Whether one has been waiting for other groups so long that it sleeps. From any thread."""
+        _, stage, shard = self.layout.place(rank)
+        return self._groups is not None and self._groups.waits(stage, shard)
 
     def awaits(self, rank: int) -> int | None:
         """Which rank one has been waiting for so long that it sleeps. From any thread."""

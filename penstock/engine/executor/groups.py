@@ -78,17 +78,13 @@ class GroupMemory:
 class Groups:
     """This engine among them, once all are there. Group 0 has a door at which the others knock.
 
-    Attributes:
-        failed: is told when one has ended.
-
     Raises:
         ConfigError: the groups are not of the same model.
         Unavailable: the parent process has ended.
     """
 
-    def __init__(self, options: EngineOptions, failed: Callable[[RankFailed], None] = lambda error: None) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         assert options.data_parallel_address is not None
-        self.failed = failed
         self._layout, self._group = options.layout, options.data_parallel_rank
         self._door, self._parent = Path(options.data_parallel_address), os.getppid()
         self._joins = Joins(self._group, os.getpid(), f"{self._layout} {options.model} {options.dtype}")
@@ -98,7 +94,6 @@ class Groups:
         self._left: set[int] = set()
         self._over = threading.Event()
         self._closing = False
-        threading.Thread(target=self._watch, name="penstock-groups", daemon=True).start()
 
     # --- until all are there
 
@@ -172,7 +167,11 @@ class Groups:
 
     # --- while they compute
 
-    def _watch(self) -> None:
+    def watch(self, failed: Callable[[RankFailed], None]) -> None:
+        """Tell when a group has ended, from a thread."""
+        threading.Thread(target=self._watch, args=(failed,), name="penstock-groups", daemon=True).start()
+
+    def _watch(self, failed: Callable[[RankFailed], None]) -> None:
         waiter, groups = select.poll(), dict[int, int]()
         for group, (_, link) in self._links.items():
             waiter.register(link, select.POLLIN)
@@ -190,7 +189,7 @@ class Groups:
                     return
                 else:
                     self.memory.fail()
-                    self.failed(RankFailed(f"data-parallel group {groups[fd]} (process {process}) has ended"))
+                    failed(RankFailed(f"data-parallel group {groups[fd]} (process {process}) has ended"))
                     self._over.set()
                     return
 

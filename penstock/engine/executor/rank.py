@@ -4,6 +4,7 @@ JSON:
     rank, parent        which one; the process id of rank 0, without which this one ends
     meeting             path of a file by which ranks of CUDA devices find each other
     memory, link        file descriptors: of the memory that ranks share, of the socket to rank 0
+    groups              likewise of what all data-parallel groups share; null where this one is alone
     threads             that kernels run on
     asks                whether other engines may have its weights; the first message says which
     log_level           of what is sent to rank 0's log
@@ -89,6 +90,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     import torch
 
     from penstock.engine.executor.exchanges import Desk, Exchanges
+    from penstock.engine.executor.groups import GroupMemory
     from penstock.engine.executor.plans import Answer, PlanDecoder, encode_answer
     from penstock.engine.options import EngineOptions, device_of
     from penstock.engine.weights import WeightManager, pass_to_rank_0
@@ -103,7 +105,10 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     native.set_threads(settings["threads"])
     layout = options.layout
     memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
-    others, desk = Exchanges(memory, settings["rank"], layout, settings["parent"]), Desk(memory, layout)
+    fd = settings["groups"]
+    groups = None if fd is None else GroupMemory(fd, layout, options.data_parallel_rank)
+    others = Exchanges(memory, settings["rank"], layout, settings["parent"], groups)
+    desk = Desk(memory, layout)
     peers = None
     if settings["asks"]:
         if not (data := link.recv(MAX_MESSAGE)):
@@ -130,8 +135,8 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     while True:
         others.world.await_plan()
         if plan := desk.next_plan():
-            result = runner.run(decode(plan))
-            if answers:
+            result = runner.run(decoded := decode(plan))
+            if answers and decoded.sequences:
                 answer = encode_answer(Answer(result, runner.mask_costs, runner.counts()))
                 desk.put_answer(answer)
                 link.send(encode(Computed(len(answer))))
