@@ -1,10 +1,12 @@
 """Load of data-parallel groups and of a device's units."""
 
+from itertools import combinations, pairwise, product
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.sched.parallel.groups import LEAST_MS, SHARE, SPLIT, GroupLoad, Move, admit, even_out
-from penstock.sched.parallel.units import busiest, in_turn, spread_rows
+from penstock.sched.parallel.units import UnitClass, alignment_loss, allocate, busiest, in_turn, spread_rows
 
 
 def test_a_sequence_goes_where_most_is_free():
@@ -99,3 +101,31 @@ def test_a_request_of_32k_tokens_on_24_units():
     assert busiest(spread_rows([32_768], 24, 64)) == 1408
     assert busiest(spread_rows([32_768], 24, SPLIT)) == 1536
     assert in_turn([1, 2, 3, 4, 5], 2) == 9
+
+
+def every_split(units, operators):
+    """All ways to give each operator at least one of so many units."""
+    for cuts in combinations(range(1, units), operators - 1):
+        ends = (0, *cuts, units)
+        yield [b - a for a, b in pairwise(ends)]
+
+
+@st.composite
+def unit_classes(draw):
+    work = draw(st.lists(st.sampled_from([1.0, 2.0, 3.5, 8.0, 30.0]) | st.floats(0.1, 50), min_size=1, max_size=3))
+    return UnitClass(tuple(work), draw(st.integers(len(work), 8)), draw(st.sampled_from([1.0, 4.0])))
+
+
+@given(st.lists(unit_classes(), min_size=1, max_size=2))
+def test_no_other_allocation_of_all_units_is_better(classes):
+    found = allocate(classes)
+    assert [sum(units) for units in found] == [c.units for c in classes]
+    ways = product(*(every_split(c.units, len(c.work)) for c in classes))
+    assert alignment_loss(classes, found) == min(alignment_loss(classes, way) for way in ways)
+
+
+def test_units_follow_work():
+    matrices, vectors = UnitClass((30.0, 10.0), 24, 1.0), UnitClass((5.0, 5.0, 10.0), 48, 0.25)
+    assert allocate([matrices, vectors]) == [[18, 6], [12, 12, 24]], "as with shares, where these are whole"
+    # two units would do for the small operator to end with the other class; it has all that is left besides
+    assert sum(allocate([UnitClass((1.0,), 10), UnitClass((8.0,), 1)])[0]) == 10
