@@ -117,6 +117,12 @@ ENGINE_OPTIONS = (
         1,
         "stages of so many ranks, each with some of the layers; as many steps are on their way as there are stages",
     ),
+    Option(
+        "data-parallel-size",
+        integer(1, MOST_RANKS),
+        1,
+        "engines of so many ranks, each with its own requests; with enable-expert-parallel they share experts",
+    ),
     Option("enable-expert-parallel", switch, False, "spread experts over ranks, whole ones; else each rank has a part"),
     Option("enable-eplb", switch, False, "move experts between ranks, beside steps, such that all have as much to do"),
     Option(
