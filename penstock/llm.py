@@ -24,7 +24,7 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.calibration import calibrated
 from penstock.engine.loop import Engine
 from penstock.obs.progress import byte_progress
-from penstock.service.checkpoint import find_checkpoint, read_defaults
+from penstock.service.checkpoint import checked_override, find_checkpoint, read_defaults
 from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
 from penstock.service.intake import ModelLimits, check_salt, make_embedding, make_sequences, truncated
 from penstock.text import grammar
@@ -148,6 +148,7 @@ class LLM:
         seed: of the generator that seeds requests which bring no seed; None draws from the system.
         chat_template: Jinja text or a file with it, instead of the checkpoint's.
         pooling: "last" or "mean": which hidden states become an embedding; None takes the checkpoint's.
+        override_generation_config: `generation_config.json`'s names of sampling parameters, before those in it.
         options: fields of `EngineOptions`: device, dtype, max_model_len, max_num_seqs, ...
 
     Raises:
@@ -161,6 +162,7 @@ class LLM:
         seed: int | None = None,
         chat_template: str | None = None,
         pooling: Pooling | None = None,
+        override_generation_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if pooling not in (None, *POOLINGS):
@@ -168,7 +170,7 @@ class LLM:
         directory = find_checkpoint(model)
         self._embedding = read_embedding(directory, pooling)
         self.tokenizer = Tokenizer(directory, chat_template)
-        self._defaults = read_defaults(directory, self.tokenizer.eos_id)
+        self._defaults = read_defaults(directory, self.tokenizer.eos_id, _override(override_generation_config))
         self._rng = random.Random(seed)
         with byte_progress("weights") as progress:
             built = build_engine(_engine_options(str(directory), options), SystemClock(), progress=progress)
@@ -434,6 +436,14 @@ class _EmbeddingJob:
             raise EngineFailure("the model computed something that is no number")
         self.output.embedding, self.output.cached_tokens = output.embedding, output.cached_tokens
         return True
+
+
+def _override(given: Mapping[str, Any] | None) -> str | None:
+    name = "override_generation_config"
+    try:
+        return None if given is None else checked_override(json.dumps(given))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name}: {given!r}, allowed is {error}", name) from None
 
 
 def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:

@@ -64,6 +64,8 @@ def test_prompts_are_embedded(llm):
     assert not llm.engine.has_work
     with pytest.raises(ConfigError, match="pooling"):
         LLM("demo", pooling="max")
+    with pytest.raises(ConfigError, match=r"override_generation_config: .*'heat'.*, allowed is a JSON object of temp"):
+        LLM("demo", override_generation_config={"heat": 1})
 
 
 def test_stop_strings_and_chat(llm):
@@ -84,8 +86,8 @@ def test_a_bad_request_runs_nothing(llm):
 
 
 def test_options_are_named():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size: no such option; allowed are device, dtype"):
-        LLM("demo", pipeline_parallel_size=1)
+    with pytest.raises(ConfigError, match="pipeline_stages: no such option; allowed are device, dtype"):
+        LLM("demo", pipeline_stages=1)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class RemoteOpenAIServer:
         command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", str(self.port)]
         command += ["--served-model-name", *(names or [model]), "--log-level", "warning", *arguments]
         command += ["--speculative-config", "off"]  # as vLLM, which counts steps in its tests
+        command += ["--override-generation-config", '{"temperature": 0}']  # so, its answers come to an end
         self.show_hidden_metrics = False
         self._process = subprocess.Popen([*command, "--metrics-compat", "vllm"], env=os.environ | given)
         ends = time.monotonic() + READY

@@ -16,7 +16,10 @@ COMMANDS = {  # title -> commands; those that are in none come last
     "measure and plan": ("bench", "plan", "sim"),
 }
 FLAGS = {  # of penstock serve: title -> names
-    "model": ("served-model-name", "chat-template", "pooling", "dtype", "quantization", "load-format", "weight-cache"),
+    "model": (
+        *("served-model-name", "chat-template", "override-generation-config", "pooling", "dtype", "quantization"),
+        *("load-format", "weight-cache"),
+    ),
     "endpoint": (
         "host",
         "port",

@@ -99,6 +99,7 @@ class ModelOptions:
     names: list[str]
     prefix: str = ""
     chat_template: str | None
+    override_generation_config: str | None
     tool_call_parser: str
     enable_auto_tool_choice: bool
     reasoning_parser: str | None
@@ -367,7 +368,7 @@ def _make_frontend(
     return Frontend(
         tokenizer,
         model.names,
-        read_defaults(model.directory, tokenizer.eos_id),
+        read_defaults(model.directory, tokenizer.eos_id, model.override_generation_config),
         engine_client,
         metrics,
         clock,

@@ -36,7 +36,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.sched.parallel.rebalancing import checked_eplb
-from penstock.service.checkpoint import find_checkpoint
+from penstock.service.checkpoint import checked_override, find_checkpoint
 from penstock.text.reasoning import REASONING
 from penstock.text.tools import PARSERS as TOOL_PARSERS
 
@@ -244,6 +244,14 @@ SERVER_OPTIONS = (
     ),
     Option("chat-template", text, None, "a Jinja file, or the template itself, instead of the checkpoint's"),
     Option(
+        "override-generation-config",
+        checked_override,
+        None,
+        "sampling parameters of requests that do not give them, before the checkpoint's: an object such as "
+        '{"temperature": 0.6, "max_new_tokens": 512}',
+        takes_object=True,
+    ),
+    Option(
         "tool-call-parser",
         one_of("auto", *TOOL_PARSERS),
         "auto",
@@ -311,7 +319,7 @@ SERVER_OPTIONS = (
 )
 OF_MODEL = (  # keys of those that are of a model, not of the server
     *("served_model_name", "chat_template", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
-    "pooling",
+    *("override_generation_config", "pooling"),
 )
 FLIGHT_RECORDER = Option("flight-recorder", text, None, "file where every decision is written, for `penstock explain`")
 OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)

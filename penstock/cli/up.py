@@ -33,7 +33,7 @@ from penstock.service.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from penstock.cli.ray_spawner import RaySpawner
-    from penstock.service.change import Running
+    from penstock.service.change import Found, Running
     from penstock.service.deployment import Common, Deployment, Group
     from penstock.service.follower import Follower
     from penstock.service.launcher import Launcher, Registration
@@ -168,12 +168,15 @@ def launch(
             _show(deployments, listeners, joins=joins)
         registrations = [ground.registration(*model) for model in models]
         launcher = _launcher(models, registrations, ground, engines)
-        running = _running(*models[0], registrations[0])
+        running = [
+            (registration, _running(*model, registration))
+            for registration, model in zip(registrations, models, strict=True)
+        ]
         changes: Follower | Upgrades
         if read_again is not None:
-            changes = _follower(read_again, running, registrations[0], launcher, ground)
+            changes = _follower(read_again, *running[0], launcher, ground)
         else:
-            changes = _upgrades(running, registrations, launcher, ground)
+            changes = _upgrades(running, launcher, ground)
         stack.callback(changes.close)
         return launcher.run(changes.look)
 
@@ -216,9 +219,6 @@ class _Ground:
         fields = partial(_engine_fields, self._seed)
         return plan(models, self.folder, self.listeners, fields, doors, self.master, names)
 
-    def plan_one(self, wanted: Deployment, directory: Path, names: Mapping[str, str]) -> list[Program]:
-        return self.plan([(wanted, directory)], names)
-
     def ray_of(self, deployment: Deployment) -> RaySpawner | None:
         """What starts its engines, if Ray does."""
         if deployment.ray is None:
@@ -243,10 +243,10 @@ class _Ground:
             givers_file=givers_file(self.folder, deployment) if spread else None,
         )
 
-    def surround(self, wanted: Deployment) -> None:
-        """Make room for what it needs."""
+    def surround(self, wanted: Sequence[Deployment]) -> None:
+        """Make room for what they need."""
         secret = self.surroundings["engine"][SECRET]
-        self.surroundings["engine"] = {**_threads([wanted]), **os.environ, SECRET: secret}
+        self.surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: secret}
 
     def tidy(self) -> None:
         """Close what belongs to no process any more."""
@@ -307,8 +307,8 @@ def _instances(deployment: Deployment) -> list[str]:
 
 def _follower(
     read_again: Callable[[str, str], Deployment],
-    running: Running,
     registration: Registration,
+    running: Running,
     launcher: Launcher,
     ground: _Ground,
 ) -> Follower:
@@ -319,33 +319,33 @@ def _follower(
         wanted = _placed(read_again(model, policy))
         return wanted, find_checkpoint(wanted.model).resolve()
 
-    return Follower(launcher, registration, running, read_with, ground.plan_one, ground.surround, ground.tidy)
+    return Follower(launcher, registration, running, read_with, ground.plan, ground.surround, ground.tidy)
 
 
-def _upgrades(running: Running, registrations: Sequence[Registration], launcher: Launcher, ground: _Ground) -> Upgrades:
-    """What changes the deployment while it runs, if it is of one model."""
+def _upgrades(models: Sequence[tuple[Registration, Running]], launcher: Launcher, ground: _Ground) -> Upgrades:
+    """What changes the deployment while it runs."""
     from penstock.cli.apply import ADDRESS
     from penstock.service.control import ControlSocket, Question
     from penstock.service.upgrade import Upgrades
 
-    server, ports = running.deployment.server, [listener.getsockname()[1] for listener in ground.listeners]
+    server, ports = models[0][1].deployment.server, [listener.getsockname()[1] for listener in ground.listeners]
 
-    def read_question(question: Question) -> tuple[Deployment, Path]:
-        if (count := len(registrations)) > 1:
-            raise ConfigError(f"--apply: {count} models are served there, allowed is one: start it anew instead")
+    def read_question(question: Question) -> list[Found]:
         with contextlib.chdir(question["folder"]):
-            wanted = _placed(read(question["file"], question["text"]))
-            settings = {**wanted.server, "port": server["port"]}  # it was found by its port
-            return replace(wanted, server=settings), find_checkpoint(wanted.model).resolve()
+            wanted = [_placed(each) for each in read_all(question["file"], question["text"])]
+            port = {"port": server["port"]}  # by which it was found
+            return [
+                (replace(each, server={**each.server, **port}), find_checkpoint(each.model).resolve())
+                for each in wanted
+            ]
 
     (ground.folder / ADDRESS).write_text(json.dumps([server["host"], ports[0]]))
     return Upgrades(
         ControlSocket(ground.folder),
         launcher,
-        registrations[0],
-        running,
+        models,
         read_question,
-        ground.plan_one,
+        ground.plan,
         [_reached(listener) for listener in ground.listeners],
         ground.surround,
         ground.tidy,

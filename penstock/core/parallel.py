@@ -71,6 +71,11 @@ class Layout:
         """That the experts of a layer are spread over, whole ones; 1 where each rank has a part of all."""
         return self.tensor * self.data if self.experts else 1
 
+    @property
+    def meets(self) -> bool:
+        """Whether groups compute their steps together."""
+        return self.experts and self.data > 1
+
     def place(self, rank: int) -> Place:
         assert 0 <= rank < self.size
         group, inner = divmod(rank, self.group_size)

@@ -13,7 +13,7 @@ from penstock.core.clock import Clock
 from penstock.core.device import ModelShape
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
-from penstock.core.parallel import PIPELINE, TENSOR
+from penstock.core.parallel import DATA, EXPERTS, PIPELINE, TENSOR
 from penstock.core.plan import StepPlan
 from penstock.engine.cache import KVCache
 from penstock.engine.calibration import trial
@@ -23,7 +23,7 @@ from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.memory import check_asked, size_cache
-from penstock.engine.options import DBO, EngineOptions, check_options, device_of
+from penstock.engine.options import DBO, EPLB, EngineOptions, check_options, device_of
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
@@ -238,8 +238,8 @@ def _executor(worker: Worker, clock: Clock, others: RankProcesses | None) -> Exe
     computes: Computes = runner
     if worker.options.enable_dbo and others is not None:
         computes = others.split_steps_of(runner)
-    if others is not None and worker.shard.stages > 1:
-        return others.pipeline(computes, clock)
+    if others is not None and (worker.shard.stages > 1 or others.groups is not None):
+        return others.pipeline(computes, clock, ahead=worker.options.async_scheduling)
     short = SHORT if runner.device.type == "cpu" else 0.0
     inline = InlineExecutor(computes, clock, ahead=worker.options.async_scheduling, short=short)
     if inline.thread is not None:
@@ -279,9 +279,12 @@ def _start_ranks(
 ) -> RankProcesses | None:
     """All but this one, which load their shards meanwhile; None where there are no others. Raises ConfigError."""
     layout, size = options.layout, options.layout.group_size
-    if size == 1:
+    if size == 1 and not layout.meets:
         return None
     field, count = (PIPELINE, layout.pipeline) if layout.pipeline > 1 else (TENSOR, layout.tensor)
+    if layout.meets:
+        field, count = DATA, layout.data
+        _check_groups(options, device)
     what = f"{field}: {count}"
     if device.type == "cuda":
         if options.device not in (None, "cuda"):
@@ -296,11 +299,28 @@ def _start_ranks(
         raise ConfigError(f"{what} with kv-address-mode contiguous is not supported", "kv-address-mode")
     if (reason := native.missing()) is not None:
         raise ConfigError(f"{what} needs the kernels, {reason}", field)
+    from penstock.engine.executor.groups import Groups
     from penstock.engine.executor.processes import RankProcesses
 
+    groups = Groups(options) if layout.meets else None
     threads = max(1, torch.get_num_threads() // size)
     native.set_threads(threads)
-    return RankProcesses(options, device, threads, peers)
+    return RankProcesses(options, device, threads, peers, groups)
+
+
+def _check_groups(options: EngineOptions, device: torch.device) -> None:
+    """Raise ConfigError for what cannot be where steps are computed together."""
+    what = f"{DATA}: {options.data_parallel_size} with {EXPERTS}"
+    if device.type == "cuda":
+        raise ConfigError(f"{what} is not supported on CUDA yet", DATA)
+    if options.data_parallel_address is None:
+        raise ConfigError(f"{what}: a data-parallel-address is needed, at which the groups meet", DATA)
+    if not 0 <= options.data_parallel_rank < options.data_parallel_size:
+        allowed = f"allowed is 0 to {options.data_parallel_size - 1}"
+        raise ConfigError(f"data-parallel-rank: {options.data_parallel_rank}, {allowed}", "data-parallel-rank")
+    for name, asked in ((EPLB, options.enable_eplb), (DBO, options.enable_dbo)):
+        if asked:
+            raise ConfigError(f"{name}: true, with {what} allowed is false", name)
 
 
 def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:

@@ -52,6 +52,10 @@ class EngineOptions:
         isa: the instruction set whose kernels a CPU computes with (nn/native/isa.py); None takes the best that it has.
         tensor_parallel_size: ranks that every layer is spread over: processes on a CPU, or devices.
         pipeline_parallel_size: stages of so many ranks, each of which has some of the layers.
+        data_parallel_size: groups of so many ranks, each an engine of its own, among which experts are spread too, if
+            they are; otherwise each group is as if it were alone.
+        data_parallel_rank: which of them this is.
+        data_parallel_address: path of a socket at which they meet.
         enable_expert_parallel: whether experts are spread over ranks, whole ones.
         enable_eplb: whether experts move between these such that they have equally much to do.
         eplb_config: how, as `sched.parallel.rebalancing.make_eplb` has it.
@@ -90,6 +94,9 @@ class EngineOptions:
     quantization: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_address: str | None = None
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     eplb_config: str = "{}"
@@ -101,6 +108,7 @@ class EngineOptions:
         return Layout(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
+            data=self.data_parallel_size,
             experts=self.enable_expert_parallel,
         )
 

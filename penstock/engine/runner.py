@@ -123,6 +123,9 @@ class Runner:
         cache = self.cache
         if plan.switch is not None:
             self.switch(plan.switch)
+        if not plan.sequences:
+            self.model.accompany()
+            return StepResult([], [])
         placed = None
         if not cache.direct or plan.fresh_blocks or plan.copies:
             placed = cache.prepare(plan)

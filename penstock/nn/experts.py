@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.core.parallel import Placement
 from penstock.nn import ops
 from penstock.nn.config import DecoderConfig, ExpertsConfig, Routing
+from penstock.nn.dispatch import share_of_rows, travel, whole_again
 from penstock.nn.formats.base import Expected, Format
 from penstock.nn.formats.dense import DENSE
 from penstock.nn.layers import FeedForward, GatedMLP
@@ -259,6 +260,7 @@ class Experts(nn.Module):
         self.activation, self.count, self.spread = config.activation, count, shard.experts
         self.home = range(count) if self.spread is None else self.spread.share(count)
         self.shard = shard if self.spread is None else WHOLE
+        self.group = shard
         self.gate_up_proj = ExpertLinear(hidden, (width, width), count, self.home, shard=self.shard)
         self.down_proj = ExpertLinear(width, (hidden,), count, self.home, own_ins=self.shard.of(width))
         self.counts = torch.zeros(count, dtype=torch.int64, device="cpu")
@@ -361,6 +363,8 @@ class Experts(nn.Module):
         Raises RankFailed.
         """
         if self._places is not None and self.spread is not None:
+            if self.spread.apart:
+                return self._travelling(x, experts, weights, self._places, self.spread)
             return (yield from self._spread(x, experts, weights, self._places, self.spread))
         pairs, bounds, places = ops.group_experts(experts, self.count)
         self.counts += bounds.diff()
@@ -393,6 +397,16 @@ class Experts(nn.Module):
         every = wait().flatten(0, 1)
         shift = torch.arange(shard.size) * most - begins[:-1]  # from a place among all pairs to one in these
         return ops.combine_experts(every, places + shift[at.rank_of].to(slots.device)[slots], weights)
+
+    def _travelling(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, spread: Shard) -> Tensor:
+        """Each group has rows of its own."""
+        rows = len(x)
+        x, experts, weights = share_of_rows(self.group, x, experts, weights)
+        self.counts += experts.flatten().bincount(minlength=self.count).cpu()
+        slots, self._turn = at.slots_of(experts, self._turn), self._turn + 1
+        self.loads += at.rank_of.to(slots.device)[slots].flatten().bincount(minlength=spread.size).cpu()
+        own = travel(x, slots, weights.contiguous(), at.bounds, spread, self._made)
+        return whole_again(self.group, own, rows)
 
 
 def _copy(to: Weights, weights: Weights) -> None:
@@ -429,6 +443,12 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = Linear(hidden, (1,)) if experts.shared_gate else None
         if self.shared_expert_gate is not None:
             self.shared_expert_gate.exact = True
+
+    def accompany(self, dtype: torch.dtype) -> None:
+        """Compute what rows of other groups want, with none of its own."""
+        device, routing = self.router.weight.device, self.router.routing
+        none = torch.empty(0, routing.top_k, dtype=torch.int64, device=device)
+        self.experts(torch.empty(0, self.router.ins, dtype=dtype, device=device), none, none.float())
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self.steps(x))

@@ -29,6 +29,7 @@ class Shard:
         experts: of mixtures of experts, where whole ones are spread over ranks (expert parallelism): which part of
             these is here, and the ranks that exchange what theirs have made. None splits each expert as all else.
         stream: of these exchanges. Where it is `beside` what is computed, no others have the same `ranks`.
+        apart: of `experts`: whether these ranks are several groups', each of which has rows of its own.
         stage: of so many `stages` of a pipeline, counted from 0.
     """
 
@@ -39,6 +40,7 @@ class Shard:
     stream: Stream = field(default_factory=Stream, compare=False, repr=False)
     stage: int = 0
     stages: int = 1
+    apart: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size

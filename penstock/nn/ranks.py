@@ -42,6 +42,11 @@ class Ranks(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """[...] of the same shape and dtype on each rank -> [size, ...], what each has. Raises RankFailed."""
 
+    @abstractmethod
+    def all_to_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """For each rank a tensor [count, ...], which differ in their counts alone, on all ranks -> what each has for
+        this one. Raises RankFailed."""
+
 
 class SharedMemoryRanks(Ranks):
     """Ranks on one machine's CPU.
@@ -77,6 +82,18 @@ class SharedMemoryRanks(Ranks):
         self.expect(gather(self.handle, x.data_ptr(), x.nbytes, out.data_ptr()))
         return out
 
+    def all_to_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        x = torch.cat(list(xs))
+        width = x.new_empty(1, *x.shape[1:]).nbytes
+        sizes = (ctypes.c_int64 * self.size)(*(len(each) * width for each in xs))
+        come = (ctypes.c_int64 * self.size)()
+        offer, take = (native.value(f"penstock_all_to_all_{name}", "pppp") for name in ("offer", "take"))
+        self.expect(offer(self.handle, ctypes.addressof(sizes), x.data_ptr(), ctypes.addressof(come)))
+        counts = [size // width for size in come]
+        out = x.new_empty(sum(counts), *x.shape[1:])
+        self.expect(take(self.handle, ctypes.addressof(sizes), x.data_ptr(), out.data_ptr()))
+        return list(out.split(counts))
+
     def expect(self, status: int) -> None:
         """What a native function returned is to be success. Raises RankFailed."""
         if status == DISAGREE:
@@ -104,6 +121,16 @@ class SharedMemoryRanks(Ranks):
     def await_plan(self) -> None:
         """Return when the next plan can be read. Raises RankFailed."""
         self.expect(native.value("penstock_plan_await", "p")(self.handle))
+
+    # --- steps that all ranks compute together, whoever of them begins one
+
+    def begin_step(self, number: int) -> None:
+        """Counted from 1. From any thread."""
+        native.function("penstock_step_begin", "pn")(self.handle, number)
+
+    def await_step(self, number: int) -> None:
+        """Return when somebody has begun it. Raises RankFailed."""
+        self.expect(native.value("penstock_step_await", "pn")(self.handle, number))
 
 
 class Pipe(Protocol):
@@ -170,6 +197,16 @@ class DistributedRanks(Ranks):
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         self._calls.all_gather(list(out), x.contiguous(), group=self._group)
         return out
+
+    def all_to_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        x = torch.cat(list(xs))
+        sizes = torch.tensor([len(each) for each in xs], dtype=torch.int64, device=x.device)
+        come = torch.empty_like(sizes)
+        self._calls.all_to_all_single(come, sizes, group=self._group)
+        counts = come.tolist()
+        out = x.new_empty(sum(counts), *x.shape[1:])
+        self._calls.all_to_all_single(out, x, counts, sizes.tolist(), group=self._group)
+        return list(out.split(counts))
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place."""

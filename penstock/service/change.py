@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from penstock.service.trial import Introduction, Trial
 
 LIMIT = 600.0  # seconds that an instance has from its start until it takes requests, unless the command says
-# deployment, folder of its checkpoint, instance -> name of its process -> all programs
-Plan = Callable[[Deployment, Path, Mapping[str, str]], Sequence[Program]]
+Found = tuple[Deployment, Path]  # of one model, and the folder of its checkpoint
+# of all models, and instance -> name of its process -> all programs
+Plan = Callable[[Sequence[Found], Mapping[str, str]], Sequence[Program]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What runs.
+    """What runs of one model.
 
     Attributes:
         directory: of the checkpoint.
@@ -49,11 +50,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """
+    """Of one model.
+
     Attributes:
         wanted: what will run.
         steps: of this host's instances.
-        programs: all that are wanted, by name.
+        programs: all that are wanted of all models, by name.
     """
 
     wanted: Running
@@ -62,38 +64,54 @@ class Change:
     programs: Mapping[str, Program]
 
 
-def plan_change(
-    file: str, launcher: Launcher, running: Running, wanted: Deployment, directory: Path, plan: Plan
-) -> Change:
+def plan_changes(
+    file: str, launcher: Launcher, running: Sequence[Running], wanted: Sequence[Found], plan: Plan
+) -> list[Change]:
     """
     Args:
         file: which describes `wanted`, for messages.
-        directory: of its checkpoint.
-        plan: makes its programs.
+        running, wanted: of the same models.
+        plan: makes the programs.
 
     Raises:
         ConfigError, OSError: it cannot be.
     """
+    found = [_compared(file, launcher, one, *other) for one, other in zip(running, wanted, strict=True)]
+    names = {instance: process for after, _, _ in found for instance, process in after.names.items()}
+    programs = {program.name: program for program in plan(wanted, names)}
+    return [
+        Change(
+            wanted=after,
+            difference=differs,
+            steps=_steps(differs, old, {name: programs[process] for name, process in after.names.items()}),
+            programs=programs,
+        )
+        for after, differs, old in found
+    ]
+
+
+def _compared(
+    file: str, launcher: Launcher, running: Running, wanted: Deployment, directory: Path
+) -> tuple[Running, Difference, dict[str, Program]]:
+    """What will run of a model, how it differs from what does, and the programs of instances that go."""
     digest, files = fingerprint(directory), file_states(directory)
     new_model = directory != running.directory
     if not new_model and (digest, files) != (running.digest, running.files):
         why = "has changed since it was loaded: there would be nothing to return to"
         raise ConfigError(f"{file}: model: {directory} {why}; allowed is a new folder for a new checkpoint")
-    engines = {name for name, program in launcher.programs.items() if program.kind == "engine"}
+    prefix = running.deployment.prefix
+    engines = {
+        name for name, program in launcher.programs.items() if program.kind == "engine" and name.startswith(prefix)
+    }
     missing = [name for name, process in running.names.items() if process not in engines]
     left = engines.difference(running.names.values())  # of a change that could not be taken back as a whole
     found = difference(file, running.deployment, wanted, new_model=new_model, missing=missing)
     found = replace(found, removed=[*found.removed, *sorted(left)])
     names = _names(launcher, running, wanted, found)
-    programs = {program.name: program for program in plan(wanted, directory, names)}
     processes = {**running.names, **{name: name for name in left}}
     old = {name: launcher.programs[processes[name]] for name in (*found.changed, *found.removed)}
-    return Change(
-        wanted=Running(deployment=wanted, directory=directory, digest=digest, files=files, names=names),
-        difference=found,
-        steps=_steps(found, old, {name: programs[process] for name, process in names.items()}),
-        programs=programs,
-    )
+    after = Running(deployment=wanted, directory=directory, digest=digest, files=files, names=names)
+    return after, found, old
 
 
 def _names(launcher: Launcher, running: Running, wanted: Deployment, found: Difference) -> dict[str, str]:

@@ -104,12 +104,13 @@ class GenerationDefaults:
     sampling: dict[str, Any]
 
 
-def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> GenerationDefaults:
+def read_defaults(directory: Path, tokenizer_eos: int | None = None, override: str | None = None) -> GenerationDefaults:
     """From generation_config.json, and the end-of-sequence ids also from config.json. Raises ConfigError.
 
     Args:
         tokenizer_eos: the tokenizer's own end-of-sequence token, which always counts: many chat models name it only
             there.
+        override: what `checked_override` has let pass, before what the file has.
     """
     generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
     eos = generation.get("eos_token_id")
@@ -121,11 +122,25 @@ def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> Generati
     sampling = {ours: generation[name] for name, ours in SAMPLING.items() if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         sampling["temperature"] = 0.0  # transformers ignores the one that is given then
+    if override is not None:
+        sampling |= {SAMPLING[name]: value for name, value in json.loads(override).items()}
     try:
         SamplingParams(**sampling)
     except (InvalidRequest, TypeError) as error:
         raise ConfigError(f"{directory / 'generation_config.json'}: {error}", "model") from None
     return GenerationDefaults(frozenset(ids) | ({tokenizer_eos} if tokenizer_eos is not None else set()), sampling)
+
+
+def checked_override(value: str) -> str:
+    """A JSON object of what generation_config.json has of sampling. Raises ValueError with what is allowed."""
+    try:
+        given = json.loads(value)
+        SamplingParams(**{SAMPLING[name]: one for name, one in given.items()})
+    except (InvalidRequest, TypeError) as error:
+        raise ValueError(f"sampling parameters that can be: {error}") from None
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"a JSON object of {', '.join(SAMPLING)}") from None
+    return value
 
 
 def model_type(directory: Path) -> str:

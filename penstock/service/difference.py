@@ -19,12 +19,14 @@ class Difference:
         added, removed: instances.
         changed: instances, each with the settings for which another process takes its place.
         master: settings for which the master is started anew.
+        prefix: of the master's name.
     """
 
     added: Sequence[str] = ()
     removed: Sequence[str] = ()
     changed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     master: Sequence[str] = ()
+    prefix: str = ""
 
     @property
     def lines(self) -> list[str]:
@@ -33,7 +35,7 @@ class Difference:
             *(f"{name} is added" for name in self.added),
             *(f"{name} is replaced: {', '.join(settings)}" for name, settings in self.changed.items()),
             *(f"{name} is removed" for name in self.removed),
-            *([f"master is started anew: {', '.join(self.master)}"] if self.master else []),
+            *([f"{self.prefix}master is started anew: {', '.join(self.master)}"] if self.master else []),
         ]
 
 
@@ -63,6 +65,7 @@ def difference(
         removed=[name for name in before if name not in after],
         changed={name: settings for name, settings in changed.items() if settings},
         master=[_shown(key) for key in RUNS_IT if getattr(running, key) != getattr(wanted, key)],
+        prefix=running.prefix,
     )
 
 

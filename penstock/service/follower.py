@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.wire.master import HostOrder, HostProgress
-from penstock.service.change import Change, OwnFleet, Plan, Running, plan_change
+from penstock.service.change import Change, Found, OwnFleet, Plan, Running, plan_changes
 from penstock.service.checkpoint import fingerprint
 from penstock.service.deployment import Deployment
 from penstock.service.rollout import Rollout
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from penstock.service.launcher import Launcher, Registration
 
 log = logging.getLogger("penstock.launcher")
-Found = tuple[Deployment, Path]  # and the folder of its checkpoint
 NOTHING = HostOrder(0, False, "", "")
 
 
@@ -46,7 +44,7 @@ class Follower:
         running: Running,
         read: Callable[[str, str], Found],
         plan: Plan,
-        surround: Callable[[Deployment], None],
+        surround: Callable[[Sequence[Deployment]], None],
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
         self._launcher, self._registration, self._running = launcher, registration, running
@@ -103,8 +101,8 @@ class Follower:
             return
         self._search, order = None, self._taken
         try:
-            wanted, directory = search.found()
-            change = plan_change("its file", self._launcher, self._running, wanted, directory, self._plan)
+            found = search.found()
+            (change,) = plan_changes("its file", self._launcher, [self._running], [found], self._plan)
         except Exception as error:  # what runs goes on
             if not isinstance(error, PenstockError | OSError):
                 log.exception("an order could not be read")
@@ -118,7 +116,7 @@ class Follower:
         log.info("the instances change: %s", "; ".join(change.difference.lines) or "nothing is to be done")
         self._before = order.number, self._running
         self._registration.other = change.wanted.digest
-        self._surround(wanted)
+        self._surround([found[0]])
         self._course = _Course(change, Rollout(change.steps, order.limit), OwnFleet(self._launcher, None))
         self._go_on(self._course)
 
@@ -147,7 +145,7 @@ class Follower:
             self._running = course.change.wanted
             self._registration.digest = self._running.digest
             self._registration.other = before.digest
-        self._surround(self._running.deployment)
+        self._surround([self._running.deployment])
         self._tidy()
         log.info("the instances are what %s", "they were before" if rollout.failure else "the first host orders")
         self._tell("returned" if rollout.failure else "changed", rollout.failure)

@@ -29,16 +29,23 @@ class Target:
     """What a host is to serve.
 
     Attributes:
-        name: of the host.
+        prefix: of the model that it is one of's processes; "" where there is one model.
+        host: its name.
         model, digest, policy: see `HostOrder`.
         returns: whether that is what it served before it was last told to change.
     """
 
-    name: str
+    prefix: str
+    host: str
     model: str
     digest: str
     policy: str
     returns: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of all hosts of all models."""
+        return f"{self.prefix}{self.host}"
 
 
 class JoinedHosts:
@@ -98,14 +105,14 @@ class JoinedHosts:
         self._give(target, acts=False, limit=limit)
 
     def change(self, target: Target, limit: float) -> None:
-        number = self._last.get(target.name, 0) if target.returns else 0
+        number = self._last.get(target.host, 0) if target.returns else 0
         self._give(target, acts=True, limit=limit, undoes=number)
         if not target.returns:
-            self._last[target.name] = self._number
+            self._last[target.host] = self._number
 
     def _give(self, target: Target, *, acts: bool, limit: float, undoes: int = 0) -> None:
         self._number = max(time.time_ns(), self._number + 1)
-        self._orders[target.name] = HostOrder(
+        self._orders[target.host] = HostOrder(
             self._number, acts, target.model, target.digest, target.policy, undoes, limit
         )
 

@@ -1,5 +1,6 @@
 """A launcher changes the deployment that it began into what another file says: `penstock up --apply`. Its own instances
-go first (`change`), then hosts that joined, one after the other (`joined`)."""
+go first (`change`), then hosts that joined, one after the other (`joined`). Of several models all change, or none does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.service.change import LIMIT, Change, OwnFleet, Plan, Running, plan_change
+from penstock.service.change import LIMIT, Change, Found, OwnFleet, Plan, Running, plan_changes
 from penstock.service.checkpoint import read_defaults
 from penstock.service.control import Client, ControlSocket, Question
 from penstock.service.deployment import Deployment
@@ -18,6 +19,7 @@ from penstock.service.joined import JoinedHosts, Target
 from penstock.service.rollout import Named, Rollout, Step
 
 if TYPE_CHECKING:
+    from penstock.core.wire.master import HostProgress
     from penstock.service.launcher import Launcher, Registration
     from penstock.service.trial import Introduction
 
@@ -42,35 +44,33 @@ class Upgrades:
 
     Args:
         control: gets the questions.
-        registration: of the deployment's instances here.
-        read: a question -> the deployment that it describes; raises ConfigError.
-        plan: makes its programs.
+        models: that run, each with the registration of its instances here.
+        read: a question -> the models that it describes; raises ConfigError.
+        plan: makes their programs.
         frontends: addresses of all, by HTTP.
-        surround: sets the environment of engines that start, by the deployment that they are for.
+        surround: sets the environment of engines that start, by the models that they are for.
         tidy: puts away what was made for programs that are not there any more.
-        became: told of what runs now.
+        became: told what runs now of a model.
     """
 
     def __init__(
         self,
         control: ControlSocket,
         launcher: Launcher,
-        registration: Registration,
-        running: Running,
-        read: Callable[[Question], tuple[Deployment, Path]],
+        models: Sequence[tuple[Registration, Running]],
+        read: Callable[[Question], Sequence[Found]],
         plan: Plan,
         frontends: Sequence[tuple[str, int]],
-        surround: Callable[[Deployment], None],
+        surround: Callable[[Sequence[Deployment]], None],
         tidy: Callable[[], None] = lambda: None,
         became: Callable[[Running], None] = lambda running: None,
     ) -> None:
-        self._control, self._launcher, self._registration = control, launcher, registration
-        self._running = running
+        self._control, self._launcher = control, launcher
+        self._models = [_Model(registration, running, self._introduce) for registration, running in models]
         self._read, self._plan = read, plan
         self._frontends, self._surround = frontends, surround
         self._tidy, self._became = tidy, became
-        self._tls = running.deployment.server["ssl_certfile"] is not None
-        self._joined = JoinedHosts(registration, self._introduce)
+        self._tls = self._models[0].running.deployment.server["ssl_certfile"] is not None
         self._under_way: _Course | None = None
 
     def _introduce(self, name: str) -> Introduction:
@@ -79,7 +79,8 @@ class Upgrades:
         return Introduction(name, self._frontends, self._tls)
 
     def look(self, now: float) -> None:
-        self._joined.look(now)
+        for model in self._models:
+            model.joined.look(now)
         for client, question in self._control.questions():
             try:
                 self._answer(client, question, now)
@@ -92,7 +93,8 @@ class Upgrades:
                     self._end(self._under_way)
         course = self._under_way
         if course is None:
-            self._settle()
+            for model in self._models:
+                model.settle()
             return
         if self._launcher.stopping:
             course.client.tell(over=True, error="the deployment is being stopped", code=1)
@@ -111,101 +113,161 @@ class Upgrades:
             raise ConfigError("another change is under way: wait for its end")
         if self._launcher.stopping:
             raise ConfigError("the deployment is being stopped")
-        file, (wanted, directory) = str(question["file"]), self._read(question)
-        if directory != self._running.directory and (why := _unlike(self._running.directory, directory)):
-            raise ConfigError(f"{file}: model: {why}")
-        change = plan_change(file, self._launcher, self._running, wanted, directory, self._plan)
+        file = str(question["file"])
+        wanted = self._matched(file, self._read(question))
+        for model, (_, directory) in zip(self._models, wanted, strict=True):
+            running = model.running.directory
+            if directory != running and (why := _unlike(running, directory)):
+                raise ConfigError(f"{file}: model: {why}")
+        changes = plan_changes(file, self._launcher, [model.running for model in self._models], wanted, self._plan)
         limit = float(question.get("limit") or LIMIT)
-        concerns_all = directory != self._running.directory or wanted.policy != self._running.deployment.policy
         course = self._under_way = _Course(
             client=client,
-            change=change,
+            changes=changes,
             limit=limit,
             checks=bool(question.get("check")),
             until=now + limit,
-            hosts=sorted(self._joined.hosts) if concerns_all else [],
-            fleet=_Fleet(OwnFleet(self._launcher, self._introduce), self._joined, limit),
+            fleet=_Fleet(OwnFleet(self._launcher, self._introduce), self._models, limit),
         )
-        for name in course.hosts:
-            self._joined.ask(self._target(name, change.wanted), course.limit)
+        for model, change in zip(self._models, changes, strict=True):
+            model.ask_hosts(change.wanted, limit)
         self._hear(course, now)
 
-    @staticmethod
-    def _target(name: str, running: Running, *, returns: bool = False) -> Target:
-        policy = running.deployment.policy
-        model, digest = running.deployment.model, running.digest
-        return Target(name=name, model=model, digest=digest, policy=policy, returns=returns)
+    def _matched(self, file: str, wanted: Sequence[Found]) -> Sequence[Found]:
+        """In the order of those that run."""
+        if len(wanted) == len(self._models) == 1:
+            return wanted
+        found = {deployment.prefix: (deployment, directory) for deployment, directory in wanted}
+        running = [model.running.deployment.prefix for model in self._models]
+        if found.keys() != set(running):
+            names = [
+                " ".join(prefix.rstrip("/") or "one without a name" for prefix in each) for each in (found, running)
+            ]
+            raise ConfigError(f"{file}: models: {names[0]}, allowed while the deployment runs are {names[1]}")
+        return [found[prefix] for prefix in running]
 
     def _hear(self, course: _Course, now: float) -> None:
         """Begin, once all hosts have said what they would do."""
-        answers = {name: self._joined.answer(name) for name in course.hosts if not self._joined.has_left(name)}
-        if any(answer is None for answer in answers.values()) and now < course.until:
+        if any(model.waits for model in self._models) and now < course.until:
             return
-        wrong, lines, steps = [], list(course.change.difference.lines), list(course.change.steps)
-        for name, answer in answers.items():
-            if answer is None or answer.state != "able":
-                wrong.append(f"{name}: {answer.why if answer is not None else f'no answer within {course.limit:g} s'}")
-            elif answer.lines:
-                lines += [f"{name}: {line}" for line in answer.lines]
-                before, after = (
-                    self._target(name, self._running, returns=True),
-                    self._target(name, course.change.wanted),
-                )
-                steps.append(Step(start=after, stop=before, limited=False))
+        wrong, lines, steps = list[str](), list[str](), list[Step]()
+        for model, change in zip(self._models, course.changes, strict=True):
+            lines += change.difference.lines
+            steps += change.steps
+            for name, answer in model.answers.items():
+                if answer is None or answer.state != "able":
+                    why = answer.why if answer is not None else f"no answer within {course.limit:g} s"
+                    wrong.append(f"{name}: {why}")
+                elif answer.lines:
+                    lines += [f"{name}: {line}" for line in answer.lines]
+                    before, after = model.target(name, model.running, returns=True), model.target(name, change.wanted)
+                    steps.append(Step(start=after, stop=before, limited=False))
         if wrong or course.checks:
             if not wrong:
                 course.client.tell(plan=lines)
             course.client.tell(over=True, error="\n".join(wrong), code=2 if wrong else 0)
             self._end(course)
             return
-        if course.change.difference.master:
-            master = f"{self._registration.prefix}master"
-            steps.append(Step(start=course.change.programs[master], stop=self._launcher.programs[master]))
+        for change in course.changes:
+            if change.difference.master:
+                master = f"{change.difference.prefix}master"
+                steps.append(Step(start=change.programs[master], stop=self._launcher.programs[master]))
         course.client.tell(plan=lines)
         log.info("the deployment changes: %s", "; ".join(lines) or "nothing is to be done")
         course.rollout = Rollout(steps, course.limit)
-        if course.change.wanted.digest != self._running.digest:
-            self._registration.other = course.change.wanted.digest
-        self._surround(course.change.wanted.deployment)
+        for model, change in zip(self._models, course.changes, strict=True):
+            if change.wanted.digest != model.running.digest:
+                model.registration.other = change.wanted.digest
+        self._surround([change.wanted.deployment for change in course.changes])
 
     def _become(self, course: _Course) -> None:
-        before, self._running = self._running, course.change.wanted
-        for program in course.change.programs.values():
+        for program in course.changes[0].programs.values():
             if program.kind == "frontend":
                 self._launcher.change(program)
-        if self._running.digest != before.digest:
-            self._registration.other = before.digest
-        self._registration.digest = self._running.digest
-        self._became(self._running)
+        for model, change in zip(self._models, course.changes, strict=True):
+            model.become(change.wanted)
+            self._became(model.running)
 
     def _end(self, course: _Course) -> None:
         course.end()
-        self._joined.forget_questions()
-        self._surround(self._running.deployment)
+        for model in self._models:
+            model.forget_questions()
+        self._surround([model.running.deployment for model in self._models])
         self._tidy()
         self._under_way = None
-
-    def _settle(self) -> None:
-        """Hosts that serve another checkpoint come after: they were away, or new, or the launcher was, in a change."""
-        behind = False
-        for name, progress in self._joined.hosts.items():
-            order, answer = self._joined.order(name), self._joined.answer(name)
-            ordered = order is not None and order.acts and order.digest == self._running.digest
-            if progress.model == self._running.digest and (progress.state != "changes" or ordered):
-                continue
-            if not ordered:
-                log.warning("%s is to serve what the others do", name)
-                self._joined.change(self._target(name, self._running), LIMIT)
-            behind |= not ordered or answer is None or answer.state == "changes"
-        if not behind:  # who still serves something else is not part of the deployment
-            self._registration.other = ""
 
     def close(self) -> None:
         if self._under_way is not None:
             self._under_way.client.tell(over=True, error="the deployment has ended", code=1)
             self._end(self._under_way)
-        self._joined.close()
+        for model in self._models:
+            model.joined.close()
         self._control.close()
+
+
+class _Model:
+    """One of the models that run, on this host and on those that joined.
+
+    Attributes:
+        asked: hosts that are to change too, where they have anything to change.
+    """
+
+    def __init__(self, registration: Registration, running: Running, introduce: Callable[[str], Introduction]) -> None:
+        self.registration, self.running = registration, running
+        self.joined = JoinedHosts(registration, introduce)
+        self.asked: list[str] = []
+
+    def target(self, host: str, running: Running, *, returns: bool = False) -> Target:
+        deployment = running.deployment
+        return Target(
+            prefix=deployment.prefix,
+            host=host,
+            model=deployment.model,
+            digest=running.digest,
+            policy=deployment.policy,
+            returns=returns,
+        )
+
+    def ask_hosts(self, wanted: Running, limit: float) -> None:
+        """What they would do to become that, if it concerns them."""
+        if wanted.directory != self.running.directory or wanted.deployment.policy != self.running.deployment.policy:
+            self.asked = sorted(self.joined.hosts)
+        for host in self.asked:
+            self.joined.ask(self.target(host, wanted), limit)
+
+    @property
+    def answers(self) -> dict[str, HostProgress | None]:
+        """Of those that were asked and are still there."""
+        return {host: self.joined.answer(host) for host in self.asked if not self.joined.has_left(host)}
+
+    @property
+    def waits(self) -> bool:
+        return None in self.answers.values()
+
+    def forget_questions(self) -> None:
+        self.asked = []
+        self.joined.forget_questions()
+
+    def become(self, wanted: Running) -> None:
+        before, self.running = self.running, wanted
+        if wanted.digest != before.digest:
+            self.registration.other = before.digest
+        self.registration.digest = wanted.digest
+
+    def settle(self) -> None:
+        """Hosts that serve another checkpoint come after: they were away, or new, or the launcher was, in a change."""
+        behind = False
+        for host, progress in self.joined.hosts.items():
+            order, answer = self.joined.order(host), self.joined.answer(host)
+            ordered = order is not None and order.acts and order.digest == self.running.digest
+            if progress.model == self.running.digest and (progress.state != "changes" or ordered):
+                continue
+            if not ordered:
+                log.warning("%s is to serve what the others do", host)
+                self.joined.change(self.target(host, self.running), LIMIT)
+            behind |= not ordered or answer is None or answer.state == "changes"
+        if not behind:  # who still serves something else is not part of the deployment
+            self.registration.other = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,19 +275,18 @@ class _Course:
     """A change that is under way.
 
     Attributes:
+        changes: of all models, in their order.
         limit: seconds that an instance has.
         checks: whether only its plan was asked for.
         until: hosts have time to answer.
-        hosts: that are to change too, where they have anything to change.
         rollout: None until they have answered.
     """
 
     client: Client
-    change: Change
+    changes: Sequence[Change]
     limit: float
     checks: bool
     until: float
-    hosts: Sequence[str]
     fleet: _Fleet
     rollout: Rollout | None = None
     told: tuple[str, int, int] | None = None
@@ -253,15 +314,16 @@ class _Course:
 class _Fleet:
     """The launcher's programs, and the hosts that joined, as one `rollout.Fleet`."""
 
-    def __init__(self, own: OwnFleet, joined: JoinedHosts, limit: float) -> None:
-        self._own, self._joined, self._limit = own, joined, limit
-        self._hosts: set[str] = set()
+    def __init__(self, own: OwnFleet, models: Sequence[_Model], limit: float) -> None:
+        self._own, self._limit = own, limit
+        self._joined = {model.running.deployment.prefix: model.joined for model in models}
+        self._hosts: dict[str, Target] = {}
         self._at = ""  # the host whose turn it is
 
     @property
     def doing(self) -> str:
         """What that host does, for people."""
-        answer = self._joined.answer(self._at) if self._at else None
+        answer = self._answer(self._at) if self._at else None
         return f"{self._at}: {answer.doing}" if answer is not None and answer.doing else ""
 
     def look(self) -> None:
@@ -269,21 +331,26 @@ class _Fleet:
 
     def start(self, program: Named) -> None:
         if isinstance(program, Target):
-            self._hosts.add(program.name)
+            self._hosts[program.name] = program
             self._at = program.name
-            self._joined.change(program, self._limit)
+            self._joined[program.prefix].change(program, self._limit)
         else:
             self._own.start(program)
 
     def verdict(self, name: str) -> str | None:
         if name not in self._hosts:
             return self._own.verdict(name)
-        if self._joined.has_left(name):
+        host = self._hosts[name]
+        if self._joined[host.prefix].has_left(host.host):
             return "it has left, or cannot be reached"
-        answer = self._joined.answer(name)
+        answer = self._answer(name)
         if answer is None or answer.state == "changes":
             return None
         return "" if answer.state == "changed" else answer.why or answer.state
+
+    def _answer(self, name: str) -> HostProgress | None:
+        host = self._hosts[name]
+        return self._joined[host.prefix].answer(host.host)
 
     def admit(self, name: str) -> None:
         if name in self._hosts:

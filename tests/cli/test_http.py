@@ -61,6 +61,7 @@ def site_of(name, began, *endpoints):
         directory=DEMO,
         names=["demo"],
         chat_template=None,
+        override_generation_config=None,
         tool_call_parser="auto",
         enable_auto_tool_choice=True,
         reasoning_parser=None,

@@ -124,7 +124,7 @@ def test_the_flags_of_serve():
     assert {option.name for option in serve.OPTIONS} == {
         *("api-key", "async-scheduling", "chat-template", "device", "drain-timeout", "dtype", "enable-prefix-caching"),
         *("isa", "disk-cache", "disk-cache-size", "enable-sleep-mode", "remote-cache", "tail-key-interval"),
-        *("enable-auto-tool-choice", "reasoning-parser", "tool-call-parser"),
+        *("enable-auto-tool-choice", "reasoning-parser", "tool-call-parser", "override-generation-config"),
         *("batch-dir", "max-file-size"),
         *("return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics"),
         "enable-tokenizer-info-endpoint",

@@ -55,6 +55,39 @@ def test_gathering_brings_each_ranks_own():
         assert all((x == torch.arange(3)[:, None, None]).all() for x in own)
 
 
+def test_what_is_for_each_comes_to_each():
+    """Nothing, a little, or what takes several meetings."""
+    counts = [[0, 3, 100_000], [1, 0, 0], [20_000, 7, 90_000]]
+    ranks = ranks_of(3)
+
+    def exchange(rank):
+        xs = [torch.full((count, 3), 10 * rank.rank + to) for to, count in enumerate(counts[rank.rank])]
+        return [rank.all_to_all(xs), rank.all_to_all([x[:1] for x in xs])]
+
+    for to, found in enumerate(together(ranks, exchange)):
+        for came, most in zip(found, (1 << 30, 1), strict=True):
+            for of, x in enumerate(came):
+                assert x.shape == (min(most, counts[of][to]), 3)
+                assert (x == 10 * of + to).all()
+
+
+def test_a_step_is_begun_by_whoever_comes_first():
+    first, second = ranks_of(2)
+    first.begin_step(3)
+    for rank in (first, second):
+        rank.await_step(3)
+    second.begin_step(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.await_step, 4)
+        assert not waiting.done()
+        second.begin_step(5)
+        waiting.result(20)
+        waiting = pool.submit(first.await_step, 6)
+        second.fail(1)
+        with pytest.raises(RankFailed):
+            waiting.result(20)
+
+
 @pytest.mark.parametrize(
     "exchange", [lambda rank: ops.all_reduce(torch.zeros(0, 4), rank), lambda rank: rank.gather(torch.zeros(0))]
 )

@@ -7,12 +7,14 @@ import json
 import shutil
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx
 import openai
 import pytest
+import torch
 
 from penstock.service.checkpoint import DEMO as DEMO_FOLDER
 from tests.e2e.test_apply import apply, ready
@@ -167,10 +169,51 @@ def test_what_operators_see(up):
     assert json.loads(first.removeprefix("data: "))["model"] == "demo"
 
 
-def test_a_change_of_several_is_refused_by_name(up, tmp_path):
+def test_a_change_to_other_models_is_refused_by_name(up, tmp_path):
     code, said = apply(up, tmp_path, {"model": "demo", "engine": DEMO, "instances": [{}]})
     assert code == 2
-    assert "--apply: 2 models are served there, allowed is one: start it anew instead" in said
+    assert "models: one without a name, allowed while the deployment runs are demo tiny" in said
+
+
+@pytest.mark.slow
+def test_all_models_change_or_none_does(tmp_path):
+    def listed(a, b, policy="round_robin"):
+        entry = {"model": "demo", "engine": DEMO, "policy": policy}
+        return {"models": [{"name": "a", **entry, "instances": a}, {"name": "b", **entry, "instances": b}]}
+
+    def served():
+        return {name: {row["name"] for row in states_of(name) if row["state"] == "ready"} for name in ("a", "b")}
+
+    def states_of(name):
+        return httpx.get(f"{up.url}/health?model={name}").json()["instances"]
+
+    with deployed(listed([{}], [{}])) as up:
+        said_at_first = {name: text(ask(up, name)) for name in ("a", "b")}
+        with ThreadPoolExecutor() as clients:
+            over = threading.Event()
+
+            def load(name):
+                while not over.is_set():
+                    assert text(ask(up, name, max_tokens=60)).startswith(said_at_first[name])
+
+            loads = [clients.submit(load, name) for name in ("a", "b")]
+            wanted = listed([{"count": 2}], [{"max-num-seqs": 7}], "least_loaded")
+            wanted["models"].reverse()
+            code, said = apply(up, tmp_path, wanted)
+            assert code == 0, said + up.log()
+            lines = ("a/engine-1 is added", "a/master is started anew: policy", "b/engine-0 is replaced: max-num-seqs")
+            assert all(line in said for line in lines), said
+            changed = {"a": {"a/engine-0", "a/engine-1"}, "b": {"b/engine-0.1"}}
+            eventually(lambda: served() == changed, 60, up.log)
+            if not torch.cuda.is_available():
+                broken = listed([{"count": 3}], [{"max-num-seqs": 7}, {"name": "gpu", "device": "cuda:0"}])
+                code, said = apply(up, tmp_path, broken)
+                assert code == 1, said + up.log()
+                assert "b/gpu-0 is not fit to serve" in said
+                eventually(lambda: served() == changed, 60, up.log)
+            over.set()
+            for each in loads:
+                each.result()
 
 
 def test_a_list_of_one_model_changes_as_one_without_a_list(tmp_path):

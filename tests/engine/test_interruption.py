@@ -32,10 +32,10 @@ class Held:
         self.interrupted.append(result.interrupted)
         return result
 
-    def forward(self, batch, cache, stop=None):
+    def forward(self, *step):
         self.begun.set()
         assert self.go.wait(20)
-        return self._forward(batch, cache, stop)
+        return self._forward(*step)
 
 
 def finish(collector):

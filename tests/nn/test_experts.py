@@ -214,6 +214,38 @@ def test_ranks_with_whole_experts_compute_what_one_does_to_the_bit(size, dtype, 
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (1, 3), (2, 2)])
+def test_rows_of_several_groups_travel_and_keep_their_bits(tensor, data, dtype):
+    """Groups have rows of their own, some of them none; the last ones take several meetings."""
+    one, size = filled(WIDE, dtype=dtype), tensor * data
+    all_, each = SharedMemoryRanks.bytes_for(size), SharedMemoryRanks.bytes_for(tensor)
+    memory = mmap.mmap(-1, all_ + data * each)
+    blocks = []
+    for group in range(data):
+        for own in range(tensor):
+            ranks = SharedMemoryRanks(memory, own, tensor, start=all_ + group * each) if tensor > 1 else None
+            number = group * tensor + own
+            experts = Shard(number, size, SharedMemoryRanks(memory, number, size), apart=True)
+            blocks.append(filled(WIDE, Shard(own, tensor, ranks, experts), dtype))
+    with ThreadPoolExecutor(size) as pool:
+        for counts in ((1, 1, 1), (0, 7, 1), (0, 0, 5), (700, 3, 2_000)):
+            xs = [torch.randn(count, HIDDEN).to(dtype) for count in counts[:data]]
+
+            def run(number, xs=xs):
+                with torch.inference_mode():
+                    return blocks[number](xs[number // tensor])
+
+            found = list(pool.map(run, range(size)))
+            with torch.inference_mode():
+                for number, made in enumerate(found):
+                    assert torch.equal(made, one(xs[number // tensor]))
+    assert sum(made.experts.counts.sum() for made in blocks) == sum(
+        3 * count for counts in ((1, 1, 1), (0, 7, 1), (0, 0, 5), (700, 3, 2_000)) for count in counts[:data]
+    )
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_placements_change_no_bit(data):

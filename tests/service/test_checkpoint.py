@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.core.errors import ConfigError
-from penstock.service.checkpoint import DEMO, find_checkpoint, fingerprint, read_defaults
+from penstock.service.checkpoint import DEMO, checked_override, find_checkpoint, fingerprint, read_defaults
 
 
 def write(directory, generation=None, config=None):
@@ -21,6 +21,27 @@ def test_generation_config_goes_before_config(tmp_path):
     defaults = write(tmp_path, {"eos_token_id": [1, 2], "temperature": 0.6, "max_new_tokens": 9}, {"eos_token_id": 7})
     assert defaults.eos_ids == {1, 2}
     assert defaults.sampling == {"temperature": 0.6, "max_tokens": 9}
+
+
+def test_what_a_flag_says_goes_before_the_file(tmp_path):
+    write(tmp_path, {"temperature": 0.6, "top_p": 0.9})
+    given = checked_override('{"temperature": 0.0, "max_new_tokens": 9}')
+    assert read_defaults(tmp_path, override=given).sampling == {"temperature": 0.0, "top_p": 0.9, "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("warm", "a JSON object of temperature, top_k"),
+        ('{"heat": 1}', "a JSON object of temperature, top_k"),
+        ("[1]", "a JSON object of temperature, top_k"),
+        ('{"temperature": -1}', "temperature"),
+        ('{"top_p": "much"}', "top_p"),
+    ],
+)
+def test_a_flag_that_cannot_be_says_what_can(given, says):
+    with pytest.raises(ValueError, match=says):
+        checked_override(given)
 
 
 def test_config_alone_and_nothing_at_all(tmp_path):

@@ -76,7 +76,7 @@ class Machine:
         self.frozen_until = self.cut_until = -1.0
         deployment = self.deployment(str(checkpoint))
         names = {name: name for group in deployment.groups for name in group.instances}
-        programs = self.plan(deployment, checkpoint, names)
+        programs = self.plan([(deployment, checkpoint)], names)
         supervisor = Supervisor(programs, RestartPolicy(backoff=0.1, limit=5, heartbeat_timeout=5.0), 1.0)
         digest = fingerprint(checkpoint)
         self.registration = registration = Registration(master="m", digest=digest)
@@ -98,15 +98,17 @@ class Machine:
             read = lambda model, policy: (self.deployment(model, policy), Path(model))  # noqa: E731
             self.changes = Follower(launcher, registration, running, read, self.plan, lambda wanted: None)
         else:
-            read = lambda question: (self.deployment(question["model"]), Path(question["model"]))  # noqa: E731
-            self.changes = Upgrades(self, launcher, registration, running, read, self.plan, [], lambda wanted: None)
+            read = lambda question: [(self.deployment(question["model"]), Path(question["model"]))]  # noqa: E731
+            models = [(registration, running)]
+            self.changes = Upgrades(self, launcher, models, read, self.plan, [], lambda wanted: None)
 
     def deployment(self, model, policy=POLICY):
         text = f"policy: {policy}\nserved-model-name: m\ninstances: [{{name: {self.name}, count: {COUNT}}}]\n"
         text += "engine: {device: 'modelled:h200', geometry: qwen3-8b}\n"
         return parse("up.yaml", f"model: {model}\n" + text, TABLES, {})
 
-    def plan(self, wanted, directory, names):
+    def plan(self, wanted, names):
+        ((_, directory),) = wanted
         return [
             Program(name=p, kind="engine", command=(str(directory),), address=f"{self.name}:{p}", socket=Path("x"))
             for p in names.values()
@@ -407,12 +409,12 @@ def test_hosts_follow_a_deployment_that_is_begun_again_in_the_middle(world, begu
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_a_host_that_is_told_another_policy_in_the_middle_turns_back(world, returns):
-    machine, joined = world.hosts[1], world.main.changes._joined
+    machine, joined = world.hosts[1], world.main.changes._models[0].joined
     name, old = machine.launcher._host, world.folder / "old"
 
     def order(policy, returns=False):
         what = {"model": str(old), "digest": fingerprint(old), "policy": policy}
-        joined.change(Target(name=name, **what, returns=returns), LIMIT)
+        joined.change(Target(prefix="", host=name, **what, returns=returns), LIMIT)
 
     world.until(lambda: name in joined.hosts and world.settled())
     order("unified")

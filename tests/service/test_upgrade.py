@@ -220,12 +220,13 @@ def asked(tmp_path):
     launcher = SimpleNamespace(stopping=False, programs=programs)
 
     def read(question):
-        return deployment(question["text"]), tmp_path / question.get("model", "model")
+        return [(deployment(question["text"]), tmp_path / question.get("model", "model"))]
 
-    def plan(wanted, directory, names):
+    def plan(wanted, names):
         return [program(name) for name in names.values()]
 
-    upgrades = Upgrades(ControlSocket(tmp_path), launcher, Registration(), running, read, plan, [], lambda wanted: None)
+    models = [(Registration(), running)]
+    upgrades = Upgrades(ControlSocket(tmp_path), launcher, models, read, plan, [], lambda wanted: None)
     over = threading.Event()
 
     def look():

@@ -162,7 +162,32 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     field: str | None = None
 
 
+class Joins(msgspec.Struct, tag=True, frozen=True):
+    """From an engine of a data-parallel group to that of group 0, and back, with the memory that all share.
+
+    Attributes:
+        group: of the sender.
+        process: its id.
+        what: it computes; the same of all.
+    """
+
+    group: int
+    process: int
+    what: str
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A group cannot join."""
+
+    why: str
+
+
+class Leaves(msgspec.Struct, tag=True, frozen=True):
+    """A group will begin nothing any more; from group 0: no group will."""
+
+
 FromRank = Gives | Loaded | Opened | Computed | Brought | Counted | Logged | Ended
 decode_from_rank = decoder(FromRank).decode
 ToRank = WeightSources | OpenCache | Rest | Resume | LoadExperts | DropExperts | CountExperts
 decode_to_rank = decoder(ToRank).decode
+decode_from_group = decoder(Joins | Refused | Leaves).decode

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from penstock.core.parallel import Layout
+from penstock.engine.executor.groups import GroupMemory
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import DevicePipe, DistributedRanks, Pipe, Ranks, SharedMemoryPipe, SharedMemoryRanks
 
@@ -64,6 +65,11 @@ def _slots(layout: Layout) -> int:
     return max(4, layout.pipeline + 2)
 
 
+def _meets(layout: Layout) -> bool:
+    """Whether a group's ranks exchange what their experts make, without other groups."""
+    return layout.experts and layout.tensor > 1 and layout.data == 1
+
+
 class Exchanges:
     """What one rank of a model exchanges with the others of its group.
 
@@ -78,9 +84,13 @@ class Exchanges:
         memory: shared by all, `bytes_for(layout)` of it, zeros at first.
         layout: of the group.
         parent: see `SharedMemoryRanks`.
+        groups: what it has in common with other groups, if anything.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, layout: Layout, parent: int = 0) -> None:
+    def __init__(
+        self, memory: mmap.mmap, rank: int, layout: Layout, parent: int = 0, groups: GroupMemory | None = None
+    ) -> None:
+        self._parent, self._groups = parent, groups
         _, stage, shard = self.place = layout.place(rank)
         self.layout, self._memory = layout, memory
         self.world = SharedMemoryRanks(memory, rank, layout.group_size, parent)
@@ -90,7 +100,7 @@ class Exchanges:
             if layout.pipeline > 1:
                 self.on_host = SharedMemoryRanks(memory, shard, layout.tensor, parent, self._start(stage))
         self.ranks: Ranks | None = self.on_host
-        self.expert_ranks: Ranks | None = self._of_experts(stage, shard, parent) if layout.expert_ranks > 1 else None
+        self.expert_ranks: Ranks | None = self._of_experts(stage, shard, parent) if _meets(layout) else None
         self.before = self._pipe(stage - 1, shard, rank - layout.tensor) if stage > 0 else None
         self.after = self._pipe(stage, shard, rank + layout.tensor) if stage < layout.pipeline - 1 else None
 
@@ -98,6 +108,8 @@ class Exchanges:
     def shard(self) -> Shard:
         layout, (_, stage, shard) = self.layout, self.place
         experts = Shard(shard, layout.tensor, self.expert_ranks) if self.expert_ranks is not None else None
+        if self._groups is not None:
+            experts = self._groups.experts(stage, shard, self._parent)
         return Shard(shard, layout.tensor, self.ranks, experts, stage=stage, stages=layout.pipeline)
 
     @staticmethod
@@ -106,7 +118,7 @@ class Exchanges:
         stages = layout.pipeline if layout.pipeline > 1 else 0
         sets = stages * SharedMemoryRanks.bytes_for(layout.tensor)
         pipes = (layout.pipeline - 1) * layout.tensor * SharedMemoryPipe.bytes_for()
-        of_experts = layout.pipeline * SharedMemoryRanks.bytes_for(layout.tensor) if layout.expert_ranks > 1 else 0
+        of_experts = layout.pipeline * SharedMemoryRanks.bytes_for(layout.tensor) if _meets(layout) else 0
         return SharedMemoryRanks.bytes_for(layout.group_size) + sets + pipes + of_experts
 
     def _start(self, stage: int) -> int:
@@ -156,6 +168,8 @@ class Exchanges:
         self.world.fail(rank)
         for members in (*self._stage_sets, *self._expert_sets):
             members.fail(rank)
+        if self._groups is not None:
+            self._groups.fail()
 
     @cached_property
     def _stage_sets(self) -> list[SharedMemoryRanks]:
@@ -167,9 +181,14 @@ class Exchanges:
 
     @cached_property
     def _expert_sets(self) -> list[SharedMemoryRanks]:
-        if self.layout.expert_ranks == 1:
+        if not _meets(self.layout):
             return []
         return [self._of_experts(stage, 0) for stage in range(self.layout.pipeline)]
+
+    def awaits_groups(self, rank: int) -> bool:
+        """Whether one has been waiting for other groups so long that it sleeps. From any thread."""
+        _, stage, shard = self.layout.place(rank)
+        return self._groups is not None and self._groups.waits(stage, shard)
 
     def awaits(self, rank: int) -> int | None:
         """Which rank one has been waiting for so long that it sleeps. From any thread."""

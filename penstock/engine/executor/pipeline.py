@@ -1,20 +1,25 @@
 """Several stages of a model, each of which computes another plan: rank 0's worker is of the first, and what comes of a
-plan is heard from the last."""
+plan is heard from the last. And data-parallel groups, whose steps are computed together."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import partial
-from threading import Lock
+from threading import Lock, Thread
 from typing import Protocol
+from weakref import ref
 
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.plan import StepPlan
 from penstock.engine.executor.base import Computes, ExpertLoad, MaskCosts, Pending, Ran
+from penstock.engine.executor.groups import Groups
 from penstock.engine.executor.inline import Bell, Job, StepThread
 from penstock.engine.executor.plans import Answer
+
+NOTHING = StepPlan(())  # of its own, in a step of other groups
 
 
 class Others(Protocol):
@@ -95,15 +100,31 @@ class Answers:
 
 
 class PipelineExecutor:
-    """Computes with rank 0's worker in a thread, and with the other stages beside it."""
+    """Computes with rank 0's worker in a thread, and with the other ranks beside it.
 
-    ahead = True
+    Args:
+        groups: that compute their steps together; None without any. A step that another group has begun this one takes
+            part in, with nothing of its own, unless it begins one itself.
+    """
 
-    def __init__(self, own: Computes, others: Others, clock: Clock) -> None:
-        self.answers = Answers(clock)
-        self._own, self._others, self._clock = own, others, clock
+    def __init__(
+        self,
+        own: Computes,
+        others: Others,
+        clock: Clock,
+        *,
+        stages: int,
+        groups: Groups | None = None,
+        ahead: bool = True,
+    ) -> None:
+        self.answers, self.ahead = Answers(clock), ahead or stages > 1
+        self._own, self._others, self._clock, self._groups = own, others, clock, groups
+        self._answers_here = stages == 1
         self._thread: StepThread[float] = StepThread()
+        self._lock, self._begun = Lock(), 0
         self._close = weakref.finalize(self, others.close)
+        if groups is not None:
+            Thread(target=_accompany, args=(ref(self), groups), name="penstock-steps", daemon=True).start()
 
     @property
     def mask_costs(self) -> MaskCosts:
@@ -115,9 +136,22 @@ class PipelineExecutor:
 
     def launch(self, plan: StepPlan, *, stoppable: bool = False) -> Pending:
         self._others.expect_alive()
-        plan = self._others.post(plan)
-        job = self._thread.give(partial(_compute, self._own, self._others, self._clock, plan))
-        return _Staged(self.answers, self.answers.expect(), job, self._others)
+        with self._lock:
+            job, number = self._begin(plan), self.answers.expect()
+        return _Staged(self.answers, number, job, self._others)
+
+    def _begin(self, plan: StepPlan) -> Job[float]:
+        self._begun += 1
+        if self._groups is not None:
+            self._groups.memory.steps.begin_step(self._begun)
+        return self._thread.give(partial(self._compute, self._others.post(plan)))
+
+    def accompany(self, begun: int) -> int:
+        """Somebody has begun the step after these: so does this group. From any thread. Returns how many it has."""
+        with self._lock:
+            if self._begun == begun:
+                self._begin(NOTHING)
+            return self._begun
 
     def fileno(self) -> int | None:
         return self.answers.bell.fd
@@ -130,6 +164,8 @@ class PipelineExecutor:
         self.answers.wait(self.answers.last)
 
     def close(self) -> None:
+        if self._groups is not None:
+            self._groups.leave()
         if self._others.can_settle:
             self._thread.settle()
         self._close()
@@ -141,16 +177,28 @@ class PipelineExecutor:
         self.settle()
         self._own.check()
 
+    def _compute(self, plan: StepPlan) -> float:
+        """The first stage of a plan, in the thread. Returns when it began."""
+        began, own = self._clock.now(), self._own
+        try:
+            result = own.run(plan)
+        except BaseException as error:
+            self._others.fail(0, RankFailed(f"rank 0 has failed: {type(error).__name__}: {error}"))
+            raise
+        if self._answers_here and plan.sequences:
+            self.answers.put(Answer(result, own.mask_costs, own.counts()))
+        return began
 
-def _compute(own: Computes, others: Others, clock: Clock, plan: StepPlan) -> float:
-    """The first stage of a plan. Returns when it began."""
-    began = clock.now()
-    try:
-        own.run(plan)
-    except BaseException as error:
-        others.fail(0, RankFailed(f"rank 0 has failed: {type(error).__name__}: {error}"))
-        raise
-    return began
+
+def _accompany(executor: ref[PipelineExecutor], groups: Groups) -> None:
+    begun = 0
+    with suppress(RankFailed):  # as the end is
+        while True:
+            groups.memory.steps.await_step(begun + 1)
+            if (one := executor()) is None:
+                return
+            begun = one.accompany(begun)
+            del one
 
 
 class _Staged:

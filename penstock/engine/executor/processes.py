@@ -55,6 +55,7 @@ from penstock.core.wire.rank import (
 )
 from penstock.engine.executor.base import NO_LOAD, Computes, ExpertLoad, MaskCosts, Pending, Ran
 from penstock.engine.executor.exchanges import Desk, Exchanges
+from penstock.engine.executor.groups import Groups
 from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.pipeline import Answers, PipelineExecutor
 from penstock.engine.executor.plans import decode_answer, encode_plan
@@ -116,6 +117,7 @@ class RankProcesses:
         device: rank 0's; on a CPU all have the same.
         threads: that each rank's kernels run on.
         peers: gives the other ranks' weights too, and they ask whom it asks; None without any.
+        groups: among which this is one; None where it is alone.
 
     Attributes:
         exchanges: rank 0's own.
@@ -125,16 +127,21 @@ class RankProcesses:
     """
 
     def __init__(
-        self, options: EngineOptions, device: torch.device, threads: int, peers: WeightManager | None = None
+        self,
+        options: EngineOptions,
+        device: torch.device,
+        threads: int,
+        peers: WeightManager | None = None,
+        groups: Groups | None = None,
     ) -> None:
-        self._device, self._peers = device, peers
+        self._device, self._peers, self.groups = device, peers, groups
         self._meeting = f"{tempfile.gettempdir()}/penstock-ranks-{secrets.token_hex(8)}"  # made where it is used
         self._layout = layout = options.layout
         fd = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
         os.ftruncate(fd, Desk.bytes_for(layout))
         memory = mmap.mmap(fd, Desk.bytes_for(layout))
         self._desk = Desk(memory, layout)
-        self.exchanges = Exchanges(memory, 0, layout)
+        self.exchanges = Exchanges(memory, 0, layout, groups=None if groups is None else groups.memory)
         self._answers: Answers | None = None  # that somebody waits for
         self.failure: RankFailed | ConfigError | None = None
         self.balance: ExpertBalance | None = None
@@ -144,19 +151,22 @@ class RankProcesses:
         try:
             told = None if peers is None else peers.told
             numbers = range(1, layout.group_size)
-            self.others = [_start(rank, fd, options, threads, self._meeting, told) for rank in numbers]
+            shared = None if groups is None else groups.memory.fd
+            self.others = [_start(rank, (fd, shared), options, threads, self._meeting, told) for rank in numbers]
         finally:
             os.close(fd)
         self._thread = threading.Thread(target=self._watch, name="penstock-ranks", daemon=True)
         self._thread.start()
+        if groups is not None:
+            groups.watch(partial(self.fail, 0))
 
     def executor(self, own: InlineExecutor) -> ProcessExecutor:
         """Of rank 0's own and these."""
         return ProcessExecutor(own, self)
 
-    def pipeline(self, own: Computes, clock: Clock) -> PipelineExecutor:
-        """The same where these are several stages."""
-        executor = PipelineExecutor(own, self, clock)
+    def pipeline(self, own: Computes, clock: Clock, *, ahead: bool) -> PipelineExecutor:
+        """The same where these are several stages, or there are other groups."""
+        executor = PipelineExecutor(own, self, clock, stages=self._layout.pipeline, groups=self.groups, ahead=ahead)
         self._answers = executor.answers
         return executor
 
@@ -177,7 +187,7 @@ class RankProcesses:
         """Wait until all have loaded their weights. Returns the bytes that the part of the KV cache of the one with the
         least room may take. Raises RankFailed or ConfigError."""
         self._await(lambda rank: rank.room is not None)
-        return min(rank.room or 0 for rank in self.others)
+        return min((rank.room or 0 for rank in self.others), default=sys.maxsize)
 
     def open(self, num_blocks: int, max_model_len: int, memory: PoolMemory | None) -> None:
         """Have all make their KV cache. Raises RankFailed or ConfigError.
@@ -259,6 +269,8 @@ class RankProcesses:
     def close(self) -> None:
         """End all. No thread may be in an exchange that it is to come out of whole."""
         self._closing = True
+        if self.groups is not None:
+            self.groups.close()
         self.exchanges.fail(0)
         for rank in self.others:
             rank.process.kill()
@@ -309,6 +321,8 @@ class RankProcesses:
         """The rank that others wait for, while it waits for none; 0 where nobody waits."""
         number = self._layout.answering if self._answers is not None and self._answers.awaited else 0
         for _ in range(self._layout.group_size):
+            if self.exchanges.awaits_groups(number):
+                return 0  # who is to be blamed is in another group
             if (other := self.exchanges.awaits(number)) is None:
                 break
             number = other
@@ -358,12 +372,18 @@ class RankProcesses:
 
 
 def _start(
-    rank: int, memory: int, options: EngineOptions, threads: int, meeting: str, told: WeightSources | None
+    rank: int,
+    memory: tuple[int, int | None],
+    options: EngineOptions,
+    threads: int,
+    meeting: str,
+    told: WeightSources | None,
 ) -> Rank:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = {
         "rank": rank,
-        "memory": memory,
+        "memory": memory[0],
+        "groups": memory[1],
         "link": theirs.fileno(),
         "parent": os.getpid(),
         "threads": threads,
@@ -373,7 +393,8 @@ def _start(
         "options": asdict(options),
     }
     command = [sys.executable, "-m", "penstock.engine.executor.rank", json.dumps(settings)]
-    process = subprocess.Popen(command, pass_fds=(memory, theirs.fileno()), stdin=subprocess.DEVNULL)
+    passed_on = [theirs.fileno(), *(fd for fd in memory if fd is not None)]
+    process = subprocess.Popen(command, pass_fds=passed_on, stdin=subprocess.DEVNULL)
     theirs.close()
     if told is not None:
         with suppress(OSError):  # whoever watches will notice

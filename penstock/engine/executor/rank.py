@@ -4,6 +4,7 @@ JSON:
     rank, parent        which one; the process id of rank 0, without which this one ends
     meeting             path of a file by which ranks of CUDA devices find each other
     memory, link        file descriptors: of the memory that ranks share, of the socket to rank 0
+    groups              likewise of what all data-parallel groups share; null where this one is alone
     threads             that kernels run on
     asks                whether other engines may have its weights; the first message says which
     log_level           of what is sent to rank 0's log
@@ -48,6 +49,8 @@ from penstock.core.wire.rank import (
 )
 
 if TYPE_CHECKING:
+    from penstock.engine.executor.exchanges import Desk, Exchanges
+    from penstock.engine.options import EngineOptions
     from penstock.engine.worker import Worker
 
 
@@ -88,7 +91,6 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     """Load, and run plans until rank 0 ends. Raises RankFailed then."""
     import torch
 
-    from penstock.engine.executor.exchanges import Desk, Exchanges
     from penstock.engine.executor.plans import Answer, PlanDecoder, encode_answer
     from penstock.engine.options import EngineOptions, device_of
     from penstock.engine.weights import WeightManager, pass_to_rank_0
@@ -101,9 +103,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
         native.use(options.isa)
     torch.set_num_threads(settings["threads"])
     native.set_threads(settings["threads"])
-    layout = options.layout
-    memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
-    others, desk = Exchanges(memory, settings["rank"], layout, settings["parent"]), Desk(memory, layout)
+    others, desk = connect(settings, options)
     peers = None
     if settings["asks"]:
         if not (data := link.recv(MAX_MESSAGE)):
@@ -126,18 +126,29 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
     orders: SimpleQueue[ToRank | None] = SimpleQueue()
     threading.Thread(target=listen, args=(link, worker, orders), name="penstock-orders", daemon=True).start()
     decode, runner = PlanDecoder(), worker.runner
-    answers = layout.pipeline > 1 and settings["rank"] == layout.answering
+    answers = others.layout.pipeline > 1 and settings["rank"] == others.layout.answering
     while True:
         others.world.await_plan()
         if plan := desk.next_plan():
-            result = runner.run(decode(plan))
-            if answers:
+            result = runner.run(decoded := decode(plan))
+            if answers and decoded.sequences:
                 answer = encode_answer(Answer(result, runner.mask_costs, runner.counts()))
                 desk.put_answer(answer)
                 link.send(encode(Computed(len(answer))))
         elif (order := orders.get()) is not None:
             obey(worker, order)
             link.send(encode(Opened()))
+
+
+def connect(settings: dict[str, Any], options: EngineOptions) -> tuple[Exchanges, Desk]:
+    """What this rank exchanges with the others, and where plans lie."""
+    from penstock.engine.executor.exchanges import Desk, Exchanges
+    from penstock.engine.executor.groups import GroupMemory
+
+    layout, shared = options.layout, settings["groups"]
+    memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
+    groups = None if shared is None else GroupMemory(shared, layout, options.data_parallel_rank)
+    return Exchanges(memory, settings["rank"], layout, settings["parent"], groups), Desk(memory, layout)
 
 
 def answer_rank_0(link: socket.socket, answer: Brought | Counted) -> None:

@@ -13,7 +13,7 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits, Take
 from penstock.nn.config import DecoderConfig, RopeConfig
-from penstock.nn.experts import feed_forward
+from penstock.nn.experts import MixtureOfExperts, feed_forward
 from penstock.nn.formats.base import Format
 from penstock.nn.formats.dense import DENSE
 from penstock.nn.kv import KVLayers
@@ -217,6 +217,12 @@ class Decoder(nn.Module):
             table = batch.tables[cache[i].group]
             x, residual = yield from cast(Block, layer).steps(x, residual, rotations, cache[i], table, kept)
         return x, residual
+
+    def accompany(self) -> None:
+        """Take part in a step of other data-parallel groups, with no rows. Raises RankFailed."""
+        for layer in self.model.layers:
+            if isinstance(layer.feed_forward, MixtureOfExperts):
+                layer.feed_forward.accompany(self.dtype)
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of a step's rows, two of [rows, dim / 2] for each of the config's `ropes`."""

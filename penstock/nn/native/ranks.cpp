@@ -13,6 +13,7 @@
 #include <chrono>
 #include <climits>
 #include <cstring>
+#include <numeric>
 
 #include "pool.h"
 #include "vec.h"
@@ -212,6 +213,53 @@ int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out) {
     return MET;
 }
 
+// Of a piece of what goes to all: how much each rank has for each is in front of it.
+constexpr int64_t MOST_RANKS = 64;
+constexpr int64_t TABLE = MOST_RANKS * sizeof(int64_t), STREAM = PIECE - TABLE;
+
+// The own bytes from `at` on, as far as a piece has room.
+void put_stream(Ranks& ranks, const char* x, int64_t at, int64_t total) {
+    if (at < total) copy(ranks.buffer(ranks.rank) + TABLE, x + at, std::min(STREAM, total - at));
+}
+
+int64_t offer(Ranks& ranks, const int64_t* sizes, const void* x, int64_t* come) {
+    std::memcpy(ranks.buffer(ranks.rank), sizes, ranks.size * sizeof(int64_t));
+    put_stream(ranks, static_cast<const char*>(x), 0, std::accumulate(sizes, sizes + ranks.size, int64_t{0}));
+    if (const int64_t status = meet(ranks, PIECE)) return status;
+    for (int64_t r = 0; r < ranks.size; r++)
+        std::memcpy(come + r, ranks.buffer(r) + ranks.rank * sizeof(int64_t), sizeof(int64_t));
+    return MET;
+}
+
+int64_t take(Ranks& ranks, const int64_t* sizes, const void* x, void* out) {
+    struct Stream {
+        int64_t first, end, total, to;  // what of it is for this rank, and where that goes
+    } streams[MOST_RANKS];
+    int64_t longest = 0, to = 0;
+    for (int64_t r = 0; r < ranks.size; r++) {
+        int64_t of[MOST_RANKS];
+        std::memcpy(of, ranks.buffer(r), ranks.size * sizeof(int64_t));
+        const int64_t first = std::accumulate(of, of + ranks.rank, int64_t{0}), end = first + of[ranks.rank];
+        streams[r] = {first, end, std::accumulate(of, of + ranks.size, int64_t{0}), to};
+        to += end - first;
+        longest = std::max(longest, streams[r].total);
+    }
+    const int64_t own = std::accumulate(sizes, sizes + ranks.size, int64_t{0});
+    for (int64_t at = 0;;) {
+        for (int64_t r = 0; r < ranks.size; r++) {
+            const Stream& stream = streams[r];
+            const int64_t first = std::max(stream.first, at), end = std::min(stream.end, at + STREAM);
+            if (first < end)
+                copy(static_cast<char*>(out) + stream.to + first - stream.first, ranks.buffer(r) + TABLE + first - at,
+                     end - first);
+        }
+        ranks.meetings++;
+        if ((at += STREAM) >= longest) return MET;
+        put_stream(ranks, static_cast<const char*>(x), at, own);
+        if (const int64_t status = meet(ranks, PIECE)) return status;
+    }
+}
+
 int64_t send(Pipe& pipe, const void* x, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += PIECE, pipe.pieces++) {
         const int64_t piece = std::min(PIECE, bytes - at);
@@ -266,6 +314,30 @@ int64_t penstock_plan_await(Ranks* ranks) {
     if (const int64_t status = await(*ranks, ranks->shared->plans, ranks->plans + 1, 0)) return status;
     ranks->plans++;
     return MET;
+}
+
+// Somebody begins step `number`, counted from 1.
+void penstock_step_begin(Ranks* ranks, int64_t number) {
+    Counter& steps = ranks->shared->plans;
+    const uint32_t wanted = static_cast<uint32_t>(number);
+    uint32_t seen = steps.count.load();
+    while (static_cast<int32_t>(seen - wanted) < 0 && !steps.count.compare_exchange_weak(seen, wanted)) {
+    }
+    if (steps.sleepers.load()) wake_all(steps.count);
+}
+
+// Wait until somebody has begun step `number`.
+int64_t penstock_step_await(Ranks* ranks, int64_t number) {
+    return await(*ranks, ranks->shared->plans, static_cast<uint32_t>(number), 0);
+}
+
+// All-to-all: `sizes[r]` bytes of x, one rank's after the other's, go to rank r. What each has for this one is told at
+// once, in `come`, and is copied to `out` then. A meeting is enough where nobody has more than a piece.
+int64_t penstock_all_to_all_offer(Ranks* ranks, const int64_t* sizes, const void* x, int64_t* come) {
+    return offer(*ranks, sizes, x, come);
+}
+int64_t penstock_all_to_all_take(Ranks* ranks, const int64_t* sizes, const void* x, void* out) {
+    return take(*ranks, sizes, x, out);
 }
 
 // A rank has failed: nobody is to wait for it.

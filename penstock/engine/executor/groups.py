@@ -1,0 +1,221 @@
+"""The data-parallel groups of a model whose experts are spread over all of them: engines of one host, each with ranks,
+sequences and a KV cache of its own.
+
+Every layer with experts is a meeting of all groups, so all compute the same number of steps: who has nothing to compute
+takes part in what another one has begun (`stages.py`). They are there together or not at all: where one ends, all do,
+and meet again when they have been started anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.core.errors import ConfigError, RankFailed, Unavailable
+from penstock.core.parallel import Layout
+from penstock.core.wire.codec import encode
+from penstock.core.wire.rank import MAX_MESSAGE, Joins, Leaves, Refused, decode_from_group
+from penstock.engine.options import EngineOptions
+from penstock.nn.linear import Shard
+from penstock.nn.ranks import SharedMemoryRanks
+
+log = logging.getLogger("penstock.engine")
+LOOK = 0.5  # seconds between two looks whether the parent process is there
+AGAIN = 0.1  # seconds between two knocks at a door that is not open yet
+TOLD = 10.0  # seconds between two lines about who is waited for
+LEAVING = 60.0  # seconds that one that ends takes part in what others still compute
+
+
+class GroupMemory:
+    """What all ranks of all groups share, as one rank has it.
+
+    Attributes:
+        fd: of the memory, zeros at first.
+        steps: this group among all; by it is known which steps were begun.
+    """
+
+    def __init__(self, fd: int, layout: Layout, group: int) -> None:
+        self.fd, self._layout, self._group = fd, layout, group
+        self._memory = mmap.mmap(fd, self.bytes_for(layout))
+        self.steps = SharedMemoryRanks(self._memory, group, layout.data)
+        self._first = SharedMemoryRanks.bytes_for(layout.data)
+
+    @staticmethod
+    def bytes_for(layout: Layout) -> int:
+        of_stage = SharedMemoryRanks.bytes_for(layout.tensor * layout.data)
+        return SharedMemoryRanks.bytes_for(layout.data) + layout.pipeline * of_stage
+
+    def experts(self, stage: int, shard: int, parent: int = 0) -> Shard:
+        """A rank of this group among all that share a stage's experts."""
+        number, size = self._group * self._layout.tensor + shard, self._layout.expert_ranks
+        return Shard(number, size, self._ranks(stage, number, parent), apart=True)
+
+    def _ranks(self, stage: int, number: int, parent: int = 0) -> SharedMemoryRanks:
+        size = self._layout.expert_ranks
+        start = self._first + stage * SharedMemoryRanks.bytes_for(size)
+        return SharedMemoryRanks(self._memory, number, size, parent, start)
+
+    def waits(self, stage: int, shard: int) -> bool:
+        """Whether a rank of this group has been waiting for one of any group so long that it sleeps."""
+        number = self._group * self._layout.tensor + shard
+        return self._ranks(stage, number).awaits(number) is not None
+
+    def fail(self) -> None:
+        """This group has failed: every wait ends, in all groups. From any thread."""
+        self.steps.fail(self._group)
+        for stage in range(self._layout.pipeline):
+            self._ranks(stage, 0).fail(self._group * self._layout.tensor)
+
+
+class Groups:
+    """This engine among them, once all are there. Group 0 has a door at which the others knock.
+
+    Raises:
+        ConfigError: the groups are not of the same model.
+        Unavailable: the parent process has ended.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        assert options.data_parallel_address is not None
+        self._layout, self._group = options.layout, options.data_parallel_rank
+        self._door, self._parent = Path(options.data_parallel_address), os.getppid()
+        self._joins = Joins(self._group, os.getpid(), f"{self._layout} {options.model} {options.dtype}")
+        self._links: dict[int, tuple[int, socket.socket]] = {}  # group -> process and link
+        fd = self._open_door() if self._group == 0 else self._knock()
+        self.memory = GroupMemory(fd, self._layout, self._group)
+        self._left: set[int] = set()
+        self._over = threading.Event()
+        self._closing = False
+
+    # --- until all are there
+
+    def _open_door(self) -> int:
+        self._door.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self._door))
+            listener.listen(self._layout.data)
+            told = time.monotonic()
+            while missing := set(range(1, self._layout.data)) - self._links.keys():
+                if time.monotonic() - told > TOLD:
+                    told = time.monotonic()
+                    log.info("waiting for data-parallel groups %s", ", ".join(map(str, sorted(missing))))
+                links = {link.fileno(): group for group, (_, link) in self._links.items()}
+                for fd in self._readable([listener.fileno(), *links]):
+                    if fd == listener.fileno():
+                        self._let_in(listener.accept()[0])
+                    else:
+                        self._links.pop(links[fd])[1].close()  # it has ended, and will come again
+        memory = os.memfd_create("penstock-groups", os.MFD_CLOEXEC)
+        os.ftruncate(memory, GroupMemory.bytes_for(self._layout))
+        for _, link in self._links.values():
+            with suppress(OSError):  # the watch will notice
+                socket.send_fds(link, [encode(self._joins)], [memory])
+        return memory
+
+    def _let_in(self, link: socket.socket) -> None:
+        link.settimeout(LOOK)
+        with suppress(OSError):
+            if isinstance(joins := decode_from_group(link.recv(MAX_MESSAGE)), Joins):
+                if joins.what != self._joins.what:
+                    link.send(encode(Refused(f"group {joins.group} is {joins.what}, group 0 is {self._joins.what}")))
+                    link.close()
+                    return
+                if (before := self._links.get(joins.group)) is not None:
+                    before[1].close()
+                self._links[joins.group] = joins.process, link
+                return
+        link.close()
+
+    def _knock(self) -> int:
+        """Returns the memory."""
+        while True:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                link.connect(str(self._door))
+                link.send(encode(self._joins))
+                while not self._readable([link.fileno()]):
+                    pass
+                data, fds, *_ = socket.recv_fds(link, MAX_MESSAGE, 1)
+                answer = decode_from_group(data) if data else None
+            except OSError:
+                answer = None
+            if isinstance(answer, Refused):
+                raise ConfigError(answer.why, "data-parallel-address")
+            if isinstance(answer, Joins):
+                self._links[answer.group] = answer.process, link
+                return fds[0]
+            link.close()
+            self._readable([])
+            time.sleep(AGAIN)
+
+    def _readable(self, fds: list[int]) -> list[int]:
+        """After a while at the latest. Raises Unavailable."""
+        if os.getppid() != self._parent:
+            raise Unavailable("the parent process has ended")
+        waiter = select.poll()
+        for fd in fds:
+            waiter.register(fd, select.POLLIN)
+        return [fd for fd, _ in waiter.poll(LOOK * 1e3 if fds else 0)]
+
+    # --- while they compute
+
+    def watch(self, failed: Callable[[RankFailed], None]) -> None:
+        """Tell when a group has ended, from a thread."""
+        threading.Thread(target=self._watch, args=(failed,), name="penstock-groups", daemon=True).start()
+
+    def _watch(self, failed: Callable[[RankFailed], None]) -> None:
+        waiter, groups = select.poll(), dict[int, int]()
+        for group, (_, link) in self._links.items():
+            waiter.register(link, select.POLLIN)
+            groups[link.fileno()] = group
+        while not self._over.is_set():
+            for fd, _ in waiter.poll():
+                process, link = self._links[groups[fd]]
+                link.setblocking(False)
+                data = b""
+                with suppress(OSError):
+                    data = link.recv(MAX_MESSAGE)
+                if data:
+                    self._leave(groups[fd])
+                elif self._over.is_set() or self._closing:
+                    return
+                else:
+                    self.memory.fail()
+                    failed(RankFailed(f"data-parallel group {groups[fd]} (process {process}) has ended"))
+                    self._over.set()
+                    return
+
+    def _leave(self, group: int) -> None:
+        """It will begin nothing any more. Group 0 hears it of all, the others of it, when all have said so."""
+        self._left.add(group)
+        if self._group == 0 and len(self._left) == self._layout.data:
+            for _, link in self._links.values():
+                with suppress(OSError):
+                    link.send(encode(Leaves()))
+        elif self._group == 0 or group != 0:
+            return
+        self._over.set()
+
+    def leave(self) -> None:
+        """Begin nothing any more, and return when no other group will either; meanwhile what they begin goes on."""
+        if self._group == 0:
+            self._leave(0)
+        else:
+            with suppress(OSError):
+                self._links[0][1].send(encode(Leaves()))
+        if not self._over.wait(LEAVING):
+            log.warning("the other data-parallel groups compute on, without this one")
+
+    def close(self) -> None:
+        self._closing = True
+        self.memory.fail()
+        for _, link in self._links.values():
+            link.close()
