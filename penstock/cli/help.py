@@ -59,6 +59,7 @@ FLAGS = {  # of penstock serve: title -> names
         "enable-expert-parallel",
         "enable-eplb",
         "eplb-config",
+        "enable-dbo",
         "gpu-memory-utilization",
         "enable-sleep-mode",
     ),

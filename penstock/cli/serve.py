@@ -133,6 +133,7 @@ ENGINE_OPTIONS = (
         '"log_balancedness": false}',
         takes_object=True,
     ),
+    Option("enable-dbo", switch, False, "compute a step as two micro-batches where that hides what ranks exchange"),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),
     Option("max-num-batched-tokens", integer(1), None, "tokens in one step; by default measured while it runs"),

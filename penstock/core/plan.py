@@ -118,6 +118,18 @@ class TailCopy(NamedTuple):
     tokens: int
 
 
+class Split(NamedTuple):
+    """A step as two micro-batches, where its rows are on several ranks.
+
+    Attributes:
+        rows: of the first.
+        threads: of each rank, that compute meanwhile.
+    """
+
+    rows: int
+    threads: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache and what it drew last.
@@ -131,6 +143,7 @@ class StepPlan:
         copies: what has to be copied inside the KV cache after that clearing, and before anything is computed. Both are
             done even in a step that ends early.
         switch: of experts, before anything is computed.
+        split: into micro-batches; None where it is one batch.
     """
 
     sequences: tuple[SequenceStep, ...]
@@ -138,6 +151,7 @@ class StepPlan:
     released: tuple[str, ...] = ()
     copies: tuple[TailCopy, ...] = ()
     switch: Switch | None = None
+    split: Split | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -18,12 +18,12 @@ from penstock.core.plan import StepPlan
 from penstock.engine.cache import KVCache
 from penstock.engine.calibration import trial
 from penstock.engine.disk_tier import SIZE, SIZE_OPTION, check_disk_tier, open_disk_tier
-from penstock.engine.executor.base import Executor, Memory
+from penstock.engine.executor.base import Computes, Executor, Memory
 from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.memory import check_asked, size_cache
-from penstock.engine.options import EPLB, EngineOptions, check_options, device_of
+from penstock.engine.options import DBO, EPLB, EngineOptions, check_options, device_of
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
@@ -235,10 +235,13 @@ def _build(
 def _executor(worker: Worker, clock: Clock, others: RankProcesses | None) -> Executor:
     """Of this process's worker, and of the other ranks."""
     runner = worker.runner
+    computes: Computes = runner
+    if worker.options.enable_dbo and others is not None:
+        computes = others.split_steps_of(runner)
     if others is not None and (worker.shard.stages > 1 or others.groups is not None):
-        return others.pipeline(runner, clock, ahead=worker.options.async_scheduling)
+        return others.pipeline(computes, clock, ahead=worker.options.async_scheduling)
     short = SHORT if runner.device.type == "cpu" else 0.0
-    inline = InlineExecutor(runner, clock, ahead=worker.options.async_scheduling, short=short)
+    inline = InlineExecutor(computes, clock, ahead=worker.options.async_scheduling, short=short)
     if inline.thread is not None:
         runner.computing = inline.thread.bell.computing
     return inline if others is None else others.executor(inline)
@@ -288,6 +291,8 @@ def _start_ranks(
             raise ConfigError(f"device: {options.device!r}, with {what} allowed is cuda", "device")
         if size > (found := torch.cuda.device_count()):
             raise ConfigError(f"{what}, {layout} are {size} ranks, this machine has {found} CUDA devices", field)
+        if options.enable_dbo:
+            raise ConfigError(f"{DBO}: true, on a CUDA device allowed is false", DBO)
         if options.host_cache_memory is not None:
             raise ConfigError(f"host-cache-memory with {what} is not supported yet", "host-cache-memory")
     if options.kv_address_mode == "contiguous":
@@ -313,8 +318,9 @@ def _check_groups(options: EngineOptions, device: torch.device) -> None:
     if not 0 <= options.data_parallel_rank < options.data_parallel_size:
         allowed = f"allowed is 0 to {options.data_parallel_size - 1}"
         raise ConfigError(f"data-parallel-rank: {options.data_parallel_rank}, {allowed}", "data-parallel-rank")
-    if options.enable_eplb:
-        raise ConfigError(f"{EPLB}: true, with {what} allowed is false", EPLB)
+    for name, asked in ((EPLB, options.enable_eplb), (DBO, options.enable_dbo)):
+        if asked:
+            raise ConfigError(f"{name}: true, with {what} allowed is false", name)
 
 
 def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:

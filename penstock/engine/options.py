@@ -17,7 +17,7 @@ from penstock.nn.graph import MODES
 from penstock.nn.reading import LOAD_FORMATS
 from penstock.sched.parallel.rebalancing import make_eplb
 
-EPLB = "enable-eplb"
+EPLB, DBO = "enable-eplb", "enable-dbo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,7 @@ class EngineOptions:
         enable_expert_parallel: whether experts are spread over ranks, whole ones.
         enable_eplb: whether experts move between these such that they have equally much to do.
         eplb_config: how, as `sched.parallel.rebalancing.make_eplb` has it.
+        enable_dbo: whether steps are two micro-batches where that hides what these exchange.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
         quantization: what a plain checkpoint is quantised to, a name in `core.device.QUANTIZATIONS`; "auto" leaves it
             as it is.
@@ -99,6 +100,7 @@ class EngineOptions:
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     eplb_config: str = "{}"
+    enable_dbo: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -113,8 +115,9 @@ class EngineOptions:
 
 def check_options(options: EngineOptions) -> None:
     """Ranges, in the flags' names. Raises ConfigError."""
-    if options.enable_eplb and options.layout.expert_ranks == 1:  # `layout` has ranges of its own
-        raise ConfigError(f"{EPLB}: true, allowed is false where {EXPERTS} spreads no experts over ranks", EPLB)
+    for name, asked in ((EPLB, options.enable_eplb), (DBO, options.enable_dbo)):
+        if asked and options.layout.expert_ranks == 1:  # `layout` has ranges of its own
+            raise ConfigError(f"{name}: true, allowed is false where {EXPERTS} spreads no experts over ranks", name)
     make_eplb(options.eplb_config)
     ranges = {
         "max-num-seqs": (options.max_num_seqs, 1, 65536),

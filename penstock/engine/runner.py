@@ -3,6 +3,7 @@ the last step's samples; what grammars have come to is kept, too, and follows fr
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from penstock.engine.sampling import (
     sample,
     score,
 )
+from penstock.nn import native
 from penstock.nn.batch import Batch, Scratch, to_device
 from penstock.nn.graph import Forward
 from penstock.nn.models.decoder import Decoder
@@ -46,6 +48,7 @@ class Runner:
     Attributes:
         forward: the model's pass.
         switch: has experts computed elsewhere.
+        took: seconds that the last forward pass has; on a device, to launch it.
 
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
@@ -70,6 +73,7 @@ class Runner:
         self.cache = cache
         self._scratch = Scratch()
         self._prepared: deque[tuple[StepPlan, Batch]] = deque()
+        self.took = 0.0
         self.switch: Callable[[Switch], None] = _cannot
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
         self._masks = Masks(model.config.vocab_size, grammars)
@@ -128,7 +132,10 @@ class Runner:
             if cache.meets and (ranks := self.model.shard.ranks) is not None:
                 ranks.on_host.gather(NOTHING)
         batch = self._take_prepared(plan) or self._batch(plan, placed)
+        threads = native.threads() if plan.split is not None else 0
         try:
+            if plan.split is not None:
+                native.set_threads(plan.split.threads)
             if stop:  # so was the step before it, perhaps, and nobody has drawn the tokens that it goes on with
                 self._masks.forget(plan.released)
                 return StepResult([], [], interrupted=True)
@@ -141,11 +148,16 @@ class Runner:
         except Interrupted:
             return StepResult([], [], interrupted=True)
         finally:
+            if threads:
+                native.set_threads(threads)
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
 
     def _batch(self, plan: StepPlan, placed: Sequence[Sequence[int]] | None) -> Batch:
-        return Batch(plan.sequences, self.device, placed, self._scratch, groups=len(self.cache.layout.groups))
+        groups = len(self.cache.layout.groups)
+        if plan.split is not None:
+            return Batch.in_halves(plan.sequences, plan.split.rows, self.device, placed, self._scratch, groups)
+        return Batch(plan.sequences, self.device, placed, self._scratch, groups)
 
     def _take_prepared(self, plan: StepPlan) -> Batch | None:
         while self._prepared:
@@ -159,7 +171,10 @@ class Runner:
         came = None
         if self._before is not None:
             came = self._before.receive((2, len(batch.tokens), self.model.config.hidden_size), self.model.dtype)
-        return self.forward(batch, self.cache.layers, stop, came)
+        began = time.perf_counter()
+        found = self.forward(batch, self.cache.layers, stop, came)
+        self.took = time.perf_counter() - began
+        return found
 
     def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:
         waits = self.device.type == "cuda"  # for the device, at last; until then the interpreter launches kernels

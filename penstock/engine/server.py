@@ -530,6 +530,7 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         tiers=_tiers_of(engine),
         expert_switches=experts.switches,
         expert_imbalance=experts.busiest,
+        split_steps=experts.splits,
     )
 
 

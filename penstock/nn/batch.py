@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar, cast
@@ -127,6 +127,7 @@ class Batch:
             `Packed` has it; else None.
         tables: the same batch for the layers of each group: what ops are given. The first is this one.
         scratch: for ops; by default the batch's own.
+        halves: the same rows as two micro-batches, where they are computed by turns.
     """
 
     tokens: Tensor
@@ -147,6 +148,7 @@ class Batch:
         positions: list[int] = []
         self.rows: list[range] = []
         self.kept: Tensor | None = None
+        self.halves: tuple[Batch, Batch] | None = None
         self.reach = 0
         self.scratch = scratch or Scratch()
         for s in sequences:
@@ -178,6 +180,7 @@ class Batch:
         """All of its rows, those that pad it too, for ops that need no spans."""
         batch = cls.__new__(cls)
         batch.rows, batch.kept, batch.reach, batch.scratch = [], None, reach, Scratch()
+        batch.halves = None
         batch.packed = packed
         batch.tables = [batch, *(copy(batch) for _ in packed.slot_blocks[1:])]
         for group, table in enumerate(batch.tables):
@@ -220,6 +223,30 @@ class Batch:
                 slot_blocks += [0] * len(rows)  # see `_hold`
         return slot_blocks
 
+    @classmethod
+    def in_halves(
+        cls,
+        sequences: Sequence[SequenceStep],
+        rows: int,
+        device: torch.device,
+        placed: Sequence[Sequence[int]] | None = None,
+        scratch: Scratch | None = None,
+        groups: int = 1,
+    ) -> Batch:
+        """The same batch, also as two micro-batches, the first of so many rows. Sequences have no branches."""
+        batch = cls(sequences, device, placed, scratch, groups)
+        steps: tuple[list[SequenceStep], list[SequenceStep]] = [], []
+        where: tuple[list[Sequence[int]], list[Sequence[int]]] = [], []
+        for i, (step, own) in enumerate(zip(sequences, batch.rows, strict=True)):
+            count = min(max(rows - own.start, 0), len(own))
+            for half, start, end in ((0, 0, count), (1, count, len(own))):
+                if start < end:
+                    steps[half].append(replace(step, start=step.start + start, tokens=step.tokens[start:end]))
+                    where[half].append(step.blocks if placed is None else placed[i])
+        first, second = [cls(steps[i], device, where[i], batch.scratch, groups) for i in range(2)]
+        batch.halves = first, second
+        return batch
+
     def keep(self, wanted: Sequence[range]) -> list[range]:
         """Of the other rows only K and V are needed: once the last layer has stored these, they are left out.
 
@@ -232,6 +259,10 @@ class Batch:
         kept = [row for rows in wanted for row in rows]
         if len(kept) < len(self.tokens):
             self.kept = to_device(kept, self.tokens.device)
+            if self.halves is not None:
+                first, second = self.halves
+                at = len(first.tokens)
+                first.kept, second.kept = self.kept[self.kept < at], self.kept[self.kept >= at] - at
         ends = accumulate(map(len, wanted))
         return [range(end - len(rows), end) for rows, end in zip(wanted, ends, strict=True)]
 

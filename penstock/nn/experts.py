@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.nn.formats.dense import DENSE
 from penstock.nn.layers import FeedForward, GatedMLP
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods.base import LinearMethod, Weight
+from penstock.nn.streams import Steps, run
 
 CORRECTION = "e_score_correction_bias"
 
@@ -348,6 +350,10 @@ class Experts(nn.Module):
         return self.placement.ranks[self.spread.rank]
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """As `steps`."""
+        return run(self.steps(x, experts, weights))
+
+    def steps(self, x: Tensor, experts: Tensor, weights: Tensor) -> Steps[Tensor]:
         """[rows, hidden] and [rows, top_k] experts and weights, by `ops.route` -> [rows, hidden].
 
         What a row's experts make of it is rounded to x's dtype, and summed up in float32 in the order of experts. So a
@@ -359,7 +365,7 @@ class Experts(nn.Module):
         if self._places is not None and self.spread is not None:
             if self.spread.apart:
                 return self._travelling(x, experts, weights, self._places, self.spread)
-            return self._spread(x, experts, weights, self._places, self.spread)
+            return (yield from self._spread(x, experts, weights, self._places, self.spread))
         pairs, bounds, places = ops.group_experts(experts, self.count)
         self.counts += bounds.diff()
         made = self._made(x, pairs, bounds, experts.shape[1])
@@ -369,7 +375,7 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.stacked, self.down_proj.stacked
         return ops.expert_rows(x, pairs, bounds, top_k, gate_up, down, self.activation)
 
-    def _spread(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, shard: Shard) -> Tensor:
+    def _spread(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, shard: Shard) -> Steps[Tensor]:
         """All ranks have all rows. Each computes its experts' pairs, and has those of all others from these: a value of
         `x` for each pair, as often as the busiest rank has more than the mean."""
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()
@@ -386,7 +392,9 @@ class Experts(nn.Module):
         most = int(begins.diff().max())
         padded = made.new_empty(most, made.shape[1])
         padded[: len(made)] = made
-        every = shard.ranks.gather(padded).flatten(0, 1)
+        wait = shard.stream.begin(partial(shard.ranks.gather, padded), padded.nbytes * (shard.size - 1))
+        yield
+        every = wait().flatten(0, 1)
         shift = torch.arange(shard.size) * most - begins[:-1]  # from a place among all pairs to one in these
         return ops.combine_experts(every, places + shift[at.rank_of].to(slots.device)[slots], weights)
 
@@ -443,7 +451,10 @@ class MixtureOfExperts(nn.Module):
         self.experts(torch.empty(0, self.router.ins, dtype=dtype, device=device), none, none.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        routed = self.experts(x, *self.router.route(x))
+        return run(self.steps(x))
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        routed = yield from self.experts.steps(x, *self.router.route(x))
         if self.shared_experts is None:
             return routed
         shared: Tensor = self.shared_experts(x)

@@ -17,6 +17,7 @@ from penstock.nn.config import DecoderConfig
 from penstock.nn.formats.base import Expected
 from penstock.nn.kv import LayerKV
 from penstock.nn.linear import WHOLE, ColumnLinear, Embedding, Linear, RowLinear, Shard
+from penstock.nn.streams import Steps, run
 
 Rotations = Sequence[tuple[Tensor, Tensor]]  # cos and sin of a step's rows, [rows, dim / 2]
 
@@ -64,6 +65,9 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden], normed -> what to add to the residual stream, the same shape."""
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """The same; it yields where it waits for other ranks."""
 
 
 def attend(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None = None) -> Tensor:
@@ -130,6 +134,10 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.gate_mul(self.gate_up_proj(x), self.activation))
 
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        yield from ()
+        return self(x)
+
 
 class Block(nn.Module):
     """A mixer and a feed-forward, both of a normed residual stream, to which each adds.
@@ -165,6 +173,18 @@ class Block(nn.Module):
         batch: Batch,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """As `steps`."""
+        return run(self.steps(x, residual, rotations, cache, batch, kept))
+
+    def steps(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotations: Rotations,
+        cache: LayerKV,
+        batch: Batch,
+        kept: Tensor | None = None,
+    ) -> Steps[tuple[Tensor, Tensor]]:
         """(what to add, residual stream) of the layer before -> of this one, or of the `kept` of its rows."""
         x, residual = self.mixer_norm.after(x, residual)
         x = self.mixer(x, rotations, cache, batch)
@@ -173,7 +193,7 @@ class Block(nn.Module):
         if self.mixer_post_norm is not None:
             x = self.mixer_post_norm(x)
         x, residual = self.feed_forward_norm.after(x, residual)
-        x = self.feed_forward(x)
+        x = yield from self.feed_forward.steps(x)
         return (x if self.feed_forward_post_norm is None else self.feed_forward_post_norm(x)), residual
 
 

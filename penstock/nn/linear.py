@@ -17,6 +17,7 @@ from penstock.nn.methods import PLAIN
 from penstock.nn.methods.base import LinearMethod, Weight
 from penstock.nn.packed import LANES
 from penstock.nn.ranks import Ranks
+from penstock.nn.streams import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Shard:
         ranks: that have one each, and sum up what they have computed; None where that is the caller's business.
         experts: of mixtures of experts, where whole ones are spread over ranks (expert parallelism): which part of
             these is here, and the ranks that exchange what theirs have made. None splits each expert as all else.
+        stream: of these exchanges. Where it is `beside` what is computed, no others have the same `ranks`.
         apart: of `experts`: whether these ranks are several groups', each of which has rows of its own.
         stage: of so many `stages` of a pipeline, counted from 0.
     """
@@ -35,6 +37,7 @@ class Shard:
     size: int = 1
     ranks: Ranks | None = field(default=None, compare=False, repr=False)
     experts: Shard | None = None
+    stream: Stream = field(default_factory=Stream, compare=False, repr=False)
     stage: int = 0
     stages: int = 1
     apart: bool = False

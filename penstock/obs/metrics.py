@@ -90,6 +90,7 @@ COUNTED = {  # field of the statistics -> metric, and its help
     "pulled_blocks": ("kv_blocks_pulled", "KV blocks that other engines handed over, verified"),
     "failed_pulls": ("kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"),
     "interruptions": ("offline_steps_interrupted", "Steps of offline work that ended early for an online request"),
+    "split_steps": ("steps_in_micro_batches", "Steps that were computed as two micro-batches"),
     "expert_switches": ("expert_switches", "Layers whose experts have moved between ranks"),
     "migrations": ("migrations_granted", "Sequences of other instances for which blocks were reserved"),
     "migration_wait": ("migration_wait_seconds", "Time that these waited for it in the migration queue"),

@@ -157,6 +157,7 @@ def test_the_flags_of_serve():
         *("share-prefixes", "speculative-config", "step-time-limit-ms", "weight-cache"),
         *("tensor-parallel-size", "pipeline-parallel-size", "enable-expert-parallel", "enable-eplb", "eplb-config"),
         "data-parallel-size",
+        "enable-dbo",
     }
 
 

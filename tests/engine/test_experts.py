@@ -18,6 +18,7 @@ from penstock.engine.experts import expert_ranks
 from penstock.engine.options import check_options
 from penstock.nn import native
 from penstock.nn.loader import read_architecture
+from penstock.sched.parallel.micro_batches import MicroBatches
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_request
 
@@ -97,6 +98,14 @@ def test_steps_go_on_while_experts_are_loaded_and_then_ranks_have_equally_much(f
         after = run(built, expected, lambda load: load.switches)
         even = run(built, expected, lambda load: load.looks > after.looks + 1)
         assert even.busiest < 1.1
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_steps_in_micro_batches_are_of_the_same_tokens(folder, expected, monkeypatch, stages):
+    """While experts move, too; every step that can be is split, whether that pays or not."""
+    monkeypatch.setattr(MicroBatches, "choose", lambda _, parts: sum(part.rows for part in parts) // 3)
+    with closing(build(folder, CONFIG, enable_dbo=True, **RANKS, pipeline_parallel_size=stages)) as built:
+        assert run(built, expected, lambda load: load.switches).splits > 5
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,11 +30,11 @@ CPU = torch.device("cpu")
 def load_shards(
     folder: Path, size: int, dtype: torch.dtype | None = None, expert_parallel: bool = False
 ) -> list[Decoder]:
-    memory = mmap.mmap(-1, SharedMemoryRanks.bytes_for(size))
+    memory, of_experts = (mmap.mmap(-1, SharedMemoryRanks.bytes_for(size)) for _ in range(2))
 
     def load(rank: int) -> Decoder:
         ranks = SharedMemoryRanks(memory, rank, size)
-        experts = Shard(rank, size, ranks) if expert_parallel else None
+        experts = Shard(rank, size, SharedMemoryRanks(of_experts, rank, size)) if expert_parallel else None
         return load_model(folder, CPU, dtype, shard=Shard(rank, size, ranks, experts))
 
     default = torch.get_default_dtype()
@@ -44,10 +45,14 @@ def load_shards(
 
 
 class Together:
-    """A worker: all ranks, which must come to the same results."""
+    """A worker: all ranks, which must come to the same results.
 
-    def __init__(self, runners: list[Runner]) -> None:
-        self._runners = runners
+    Args:
+        change: what they run for a plan.
+    """
+
+    def __init__(self, runners: list[Runner], change: Callable[[StepPlan], StepPlan] | None = None) -> None:
+        self._runners, self._change = runners, change
         self._pool = ThreadPoolExecutor(len(runners))
 
     def prepare(self, plan: StepPlan) -> None:
@@ -55,6 +60,7 @@ class Together:
             runner.prepare(plan)
 
     def run(self, plan: StepPlan) -> StepResult:
+        plan = plan if self._change is None else self._change(plan)
         results = list(self._pool.map(lambda runner: runner.run(plan), self._runners))
         assert all(result == results[0] for result in results[1:])
         return results[0]
@@ -76,6 +82,7 @@ def make_parallel_engine(
     model_len: int = 1024,
     ahead: bool = True,
     graph_mode: str = "auto",
+    change: Callable[[StepPlan], StepPlan] | None = None,
 ) -> Engine:
     runners, windows = [], WHOLE
     for model in shards:
@@ -84,6 +91,6 @@ def make_parallel_engine(
         runners.append(Runner(model, KVCache.on_device(layout, blocks * len(windows), CPU), graph_mode))
     limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
     clock = SystemClock()
-    executor = InlineExecutor(Together(runners), clock, ahead=ahead, short=0.0)
+    executor = InlineExecutor(Together(runners, change), clock, ahead=ahead, short=0.0)
     pool = BlockPool(range(blocks * len(windows)), windowed=windows[0] is not None)
     return Engine(Scheduler(limits, pool, windows=windows), executor, clock)

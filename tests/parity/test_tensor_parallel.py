@@ -1,10 +1,13 @@
 """Several ranks compute what one does, up to rounding; and for a given number of them always the same."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
+from penstock.core.plan import Split
 from penstock.nn import native
 from penstock.nn.experts import Experts
 from penstock.nn.loader import load_model
@@ -80,6 +83,26 @@ def test_ranks_with_whole_experts_say_what_one_says(tmp_path, name, size):
     counts = [[part.counts for part in shard.modules() if isinstance(part, Experts)] for shard in shards]
     assert all(map(torch.equal, counts[0], counts[1]))
     assert all(each.sum() > 0 for each in counts[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_two_micro_batches_change_no_bit(tmp_path, name):
+    """Cut anywhere: between sequences, and inside of a prompt; what one exchanges, the other computes beside."""
+    write_checkpoint(tmp_path, name, dtype=torch.bfloat16)
+    shards, rng, splits = load_shards(tmp_path, 2, expert_parallel=True), random.Random(4), []
+
+    def cut(plan):
+        rows = plan.num_tokens
+        if rows < 2:
+            return plan
+        splits.append(rng.randint(1, rows - 1))
+        return replace(plan, split=Split(splits[-1], 1))
+
+    asked = requests()[:-1]  # beams are never split
+    whole = answers(make_parallel_engine(shards, budget=150), asked)
+    assert answers(make_parallel_engine(shards, budget=150, change=cut), asked) == whole
+    assert len(splits) > 10
+    assert max(splits) > 64
 
 
 @pytest.mark.parametrize("bounded", [False, True])

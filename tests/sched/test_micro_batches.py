@@ -13,6 +13,7 @@ from penstock.sched.parallel.micro_batches import (
     MicroBatches,
     Part,
     best_split,
+    computing_threads,
     cut,
     halves,
     makespan,
@@ -134,3 +135,12 @@ def test_what_is_slower_than_predicted_is_left(slowed):
         assert took < 0.7 * whole
     else:
         assert took < (1 + GAIN) * whole
+
+
+def test_threads_are_set_apart_for_exchanges_where_that_costs_little():
+    assert computing_threads(8, computing=7.0, exchanging=1.0) == 7
+    assert computing_threads(16, computing=15.5, exchanging=0.9) == 15
+    assert computing_threads(16, computing=12.0, exchanging=0.01) == 15
+    assert computing_threads(4, computing=4.0, exchanging=0.1) == 4, "a quarter of what computes"
+    assert computing_threads(1, computing=1.0, exchanging=1.0) == 1
+    assert computing_threads(8, computing=1.0, exchanging=0.0) == 8

@@ -312,6 +312,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     asleep: int = 0  # the level at which it sleeps, or is about to; 0 while it takes requests
     tiers: tuple[TierStats, ...] = ()  # below the device, the quickest first
     expert_switches: int = 0  # of layers whose experts have moved between ranks
+    split_steps: int = 0  # that were two micro-batches
     expert_imbalance: float = 0.0  # rows of experts that the busiest rank has over the mean; 0 where nobody looks
 
 

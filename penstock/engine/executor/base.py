@@ -43,11 +43,13 @@ class ExpertLoad:
         looks: at it; `switches`: of layers to other placements, since the start.
         busiest: rows that the busiest rank of each layer computes over the mean, of all layers together, in the last
             window; 0 before its end.
+        splits: steps that were two micro-batches.
     """
 
     looks: int = 0
     switches: int = 0
     busiest: float = 0.0
+    splits: int = 0
 
 
 NO_LOAD = ExpertLoad()

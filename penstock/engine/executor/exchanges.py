@@ -65,6 +65,11 @@ def _slots(layout: Layout) -> int:
     return max(4, layout.pipeline + 2)
 
 
+def _meets(layout: Layout) -> bool:
+    """Whether a group's ranks exchange what their experts make, without other groups."""
+    return layout.experts and layout.tensor > 1 and layout.data == 1
+
+
 class Exchanges:
     """What one rank of a model exchanges with the others of its group.
 
@@ -73,6 +78,7 @@ class Exchanges:
         ranks: those that share this one's layers; None where it is alone.
         before, after: pipes to the same shard of the stages beside its own; None where there is none.
         on_host: as `ranks`, but through this machine's memory whatever the device is.
+        expert_ranks: the same ranks as `ranks`, for what their experts make; None where they have no whole ones.
 
     Args:
         memory: shared by all, `bytes_for(layout)` of it, zeros at first.
@@ -94,13 +100,14 @@ class Exchanges:
             if layout.pipeline > 1:
                 self.on_host = SharedMemoryRanks(memory, shard, layout.tensor, parent, self._start(stage))
         self.ranks: Ranks | None = self.on_host
+        self.expert_ranks: Ranks | None = self._of_experts(stage, shard, parent) if _meets(layout) else None
         self.before = self._pipe(stage - 1, shard, rank - layout.tensor) if stage > 0 else None
         self.after = self._pipe(stage, shard, rank + layout.tensor) if stage < layout.pipeline - 1 else None
 
     @property
     def shard(self) -> Shard:
         layout, (_, stage, shard) = self.layout, self.place
-        experts = Shard(shard, layout.tensor, self.ranks) if layout.expert_ranks > 1 else None
+        experts = Shard(shard, layout.tensor, self.expert_ranks) if self.expert_ranks is not None else None
         if self._groups is not None:
             experts = self._groups.experts(stage, shard, self._parent)
         return Shard(shard, layout.tensor, self.ranks, experts, stage=stage, stages=layout.pipeline)
@@ -111,12 +118,19 @@ class Exchanges:
         stages = layout.pipeline if layout.pipeline > 1 else 0
         sets = stages * SharedMemoryRanks.bytes_for(layout.tensor)
         pipes = (layout.pipeline - 1) * layout.tensor * SharedMemoryPipe.bytes_for()
-        return SharedMemoryRanks.bytes_for(layout.group_size) + sets + pipes
+        of_experts = layout.pipeline * SharedMemoryRanks.bytes_for(layout.tensor) if _meets(layout) else 0
+        return SharedMemoryRanks.bytes_for(layout.group_size) + sets + pipes + of_experts
 
     def _start(self, stage: int) -> int:
         """Of the memory of those that share a stage."""
         layout = self.layout
         return SharedMemoryRanks.bytes_for(layout.group_size) + stage * SharedMemoryRanks.bytes_for(layout.tensor)
+
+    def _of_experts(self, stage: int, shard: int, parent: int = 0) -> SharedMemoryRanks:
+        """What those that share a stage meet in for experts, at the end of the memory."""
+        size = self.layout.tensor
+        start = self.bytes_for(self.layout) - (self.layout.pipeline - stage) * SharedMemoryRanks.bytes_for(size)
+        return SharedMemoryRanks(self._memory, shard, size, parent, start)
 
     def _pipe(self, stage: int, shard: int, other: int) -> Pipe:
         """From a stage to the next."""
@@ -142,6 +156,8 @@ class Exchanges:
             group = distributed.new_group(members)  # which all ranks make together
             if rank in members and self.on_host is not None:
                 self.ranks = DistributedRanks(members, rank, self.on_host, group)
+                if self.expert_ranks is not None:
+                    self.expert_ranks = self.ranks
         here = torch.device("cuda", rank)
         self.before = None if self.before is None else DevicePipe(here, rank - self.layout.tensor)
         self.after = None if self.after is None else DevicePipe(here, rank + self.layout.tensor)
@@ -150,7 +166,7 @@ class Exchanges:
     def fail(self, rank: int) -> None:
         """It has failed: every wait ends, on all ranks. From any thread."""
         self.world.fail(rank)
-        for members in self._stage_sets:
+        for members in (*self._stage_sets, *self._expert_sets):
             members.fail(rank)
         if self._groups is not None:
             self._groups.fail()
@@ -163,6 +179,12 @@ class Exchanges:
             return []
         return [SharedMemoryRanks(self._memory, 0, layout.tensor, 0, self._start(i)) for i in range(layout.pipeline)]
 
+    @cached_property
+    def _expert_sets(self) -> list[SharedMemoryRanks]:
+        if not _meets(self.layout):
+            return []
+        return [self._of_experts(stage, 0) for stage in range(self.layout.pipeline)]
+
     def awaits_groups(self, rank: int) -> bool:
         """Whether one has been waiting for other groups so long that it sleeps. From any thread."""
         _, stage, shard = self.layout.place(rank)
@@ -170,8 +192,10 @@ class Exchanges:
 
     def awaits(self, rank: int) -> int | None:
         """Which rank one has been waiting for so long that it sleeps. From any thread."""
-        if (found := self.world.awaits(rank)) is not None or not self._stage_sets:
+        if (found := self.world.awaits(rank)) is not None:
             return found
         _, stage, shard = self.layout.place(rank)
-        found = self._stage_sets[stage].awaits(shard)
-        return None if found is None else stage * self.layout.tensor + found
+        for sets in filter(None, (self._stage_sets, self._expert_sets)):
+            if (found := sets[stage].awaits(shard)) is not None:
+                return stage * self.layout.tensor + found
+        return None

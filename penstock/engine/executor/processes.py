@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,12 +60,14 @@ from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.pipeline import Answers, PipelineExecutor
 from penstock.engine.executor.plans import decode_answer, encode_plan
 from penstock.engine.experts import ExpertBalance, ExpertLoader, ExpertOrder, expert_ranks
+from penstock.engine.micro_batches import SplitSteps
 from penstock.engine.options import EngineOptions
 from penstock.engine.weights import WeightManager, passed
 from penstock.sched.parallel.rebalancing import Rebalancer, make_eplb
 from penstock.transfer.memory import PoolMemory
 
 if TYPE_CHECKING:
+    from penstock.engine.runner import Runner
     from penstock.engine.worker import Worker
 
 log = logging.getLogger("penstock.engine")
@@ -121,6 +123,7 @@ class RankProcesses:
         exchanges: rank 0's own.
         failure: what has happened to one of them.
         balance: of experts, where it is kept even.
+        split_steps: rank 0's runner, where steps may be two micro-batches.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class RankProcesses:
         self._answers: Answers | None = None  # that somebody waits for
         self.failure: RankFailed | ConfigError | None = None
         self.balance: ExpertBalance | None = None
+        self.split_steps: SplitSteps | None = None
         self._closing = False
         self._changed = threading.Condition()
         try:
@@ -210,6 +214,11 @@ class RankProcesses:
         self.balance = ExpertBalance(Rebalancer(ranks), config, tell)
         own.tell = partial(self.balance.hear, 0)
 
+    def split_steps_of(self, runner: Runner) -> SplitSteps:
+        """Rank 0's runner, with which steps are two micro-batches where that pays."""
+        self.split_steps = SplitSteps(runner)
+        return self.split_steps
+
     def opened(self) -> None:
         """Wait until all can run plans. Raises RankFailed or ConfigError."""
         self._await(lambda rank: rank.opened)
@@ -227,12 +236,15 @@ class RankProcesses:
         the last ones have been run: two, or as many as there are stages."""
         if self.balance is not None:
             plan = self.balance.next(plan)
+        if self.split_steps is not None:
+            plan = self.split_steps.next(plan)
         self._post(encode_plan(plan))
         return plan
 
     @property
     def expert_load(self) -> ExpertLoad:
-        return NO_LOAD if self.balance is None else self.balance.load
+        load = NO_LOAD if self.balance is None else self.balance.load
+        return load if self.split_steps is None else replace(load, splits=self.split_steps.splits)
 
     def _post(self, data: bytes) -> None:
         """Empty: there is an order."""

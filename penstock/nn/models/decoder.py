@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from penstock.nn.experts import MixtureOfExperts, feed_forward
 from penstock.nn.formats.base import Format
 from penstock.nn.formats.dense import DENSE
 from penstock.nn.kv import KVLayers
-from penstock.nn.layers import Attention, Block, Norm, RMSNorm, Stack
+from penstock.nn.layers import Attention, Block, Norm, RMSNorm, Rotations, Stack
 from penstock.nn.linear import WHOLE, Embedding, Linear, Shard
 from penstock.nn.methods.base import LinearMethod
 from penstock.nn.ranks import Ranks
 from penstock.nn.rope import frequencies, longest
+from penstock.nn.streams import Steps, by_turns, run
 
 # Of a block: where its weights go -> what checkpoints call them. Several names are the projections of one linear, in
 # their order; one name for a linear of several projections is theirs together. A "*" stands for each expert's number.
@@ -185,14 +186,37 @@ class Decoder(nn.Module):
             residual = torch.zeros_like(x)
         else:
             x, residual = came.unbind()
+        if batch.halves is None or self.shard.experts is None:
+            x, residual = run(self._steps(x, residual, rotations, batch, cache, look))
+        else:
+            at, lanes = len(batch.halves[0].positions), list[Steps[tuple[Tensor, Tensor]]]()
+            for half, rows in zip(batch.halves, (slice(at), slice(at, None)), strict=True):
+                own = [(cos[rows], sin[rows]) for cos, sin in rotations]
+                lanes.append(self._steps(x[rows], residual[rows], own, half, cache, look))
+            with self.shard.experts.stream.beside():
+                first, second = by_turns(lanes)
+            x, residual = torch.cat((first[0], second[0])), torch.cat((first[1], second[1]))
+        if self.model.norm is None:
+            return torch.stack((x, residual))
+        return self.model.norm.after(x, residual)[0]
+
+    def _steps(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotations: Rotations,
+        batch: Batch,
+        cache: KVLayers,
+        look: Callable[[], None],
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        """Through all its layers."""
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
             look()
             kept = batch.kept if i == last else None
-            x, residual = layer(x, residual, rotations, cache[i], batch.tables[cache[i].group], kept)
-        if self.model.norm is None:
-            return torch.stack((x, residual))
-        return self.model.norm.after(x, residual)[0]
+            table = batch.tables[cache[i].group]
+            x, residual = yield from cast(Block, layer).steps(x, residual, rotations, cache[i], table, kept)
+        return x, residual
 
     def accompany(self) -> None:
         """Take part in a step of other data-parallel groups, with no rows. Raises RankFailed."""

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.sched.parallel.units import UnitClass, allocate
+
 SHARES = (0.375, 0.5, 0.625)  # of the computation, that the first micro-batch may have
 GAIN = 0.03  # of a step, that two micro-batches have to save
 LEAST_ROWS = 2
 ENOUGH = 8  # steps that ran, before any is predicted
 KEPT = 0.98  # of what was learned, from step to step
 STEADY = 4  # layers after which every one takes as long as the one before
+APART = 0.1  # of the time, that it may cost to have what exchanges and what computes on threads of their own
 RIDGE = 1e-4  # of what was seen: what cannot be told apart is shared out
 
 
@@ -117,6 +120,20 @@ def best_split(parts: Sequence[Part], layers: int, costs: Costs) -> tuple[int, f
     return rows, took, alone
 
 
+def computing_threads(threads: int, computing: float, exchanging: float) -> int:
+    """How many of a rank's threads compute while one exchanges: all but that one where both then end at about the same
+    time (equation 1), and else all, which share their processors with it.
+
+    Args:
+        computing, exchanging: seconds of a processor.
+    """
+    if threads < 2 or exchanging <= 0:
+        return threads
+    ((own, others),) = allocate([UnitClass((computing, exchanging), threads)])
+    apart = max(computing / own, exchanging / others)
+    return own if others == 1 and apart <= (1 + APART) * (computing + exchanging) / threads else threads
+
+
 @dataclass(slots=True)
 class _Fit:
     """Coefficients, none of them negative, of what has been seen, the later the more (least squares).
@@ -181,6 +198,7 @@ class MicroBatches:
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.stretch = 1.0  # what two micro-batches have taken over what was predicted
+        self.worked = 0.0  # seconds of a processor that exchanges of a step take, of late
         self._computed, self._exchanged = _Fit(3), _Fit(2)
         self._seen = 0
 
@@ -196,13 +214,16 @@ class MicroBatches:
         rows, two, one = best_split(parts, self.layers, self.costs)
         return rows if two * max(1.0, self.stretch) < (1 - GAIN) * one else 0
 
-    def ran(self, parts: Sequence[Part], split: int, took: float, waited: float, exchanging: float) -> None:
+    def ran(
+        self, parts: Sequence[Part], split: int, took: float, waited: float, exchanging: float, worked: float = 0.0
+    ) -> None:
         """A step has.
 
         Args:
             took: seconds; `waited`: of these, for exchanges, with nothing to compute.
-            exchanging: seconds in which something was exchanged.
+            exchanging: seconds in which something was exchanged; `worked`: of a processor.
         """
+        self.worked += 0.1 * (worked - self.worked)
         rows, kv = sum([part.rows for part in parts]), sum([part.kv for part in parts])
         if split and self._seen >= ENOUGH:
             first, second = halves(parts, split)

@@ -1,0 +1,105 @@
+"""What a rank exchanges with others while it computes: a stream of exchanges beside that of computation (xLLM, section
+4.4.1).
+
+What waits for exchanges is a generator that yields whenever it has begun one: whoever runs it may compute something
+else until it goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]
+Wait = Callable[[], Tensor]
+
+
+class Stream:
+    """Exchanges of one rank, in the order in which they were begun.
+
+    Args:
+        throttle: seconds that an exchange of so many bytes takes besides, for measurements.
+
+    Attributes:
+        waited: seconds for which what computes has waited for exchanges.
+        busy: seconds in which there was one.
+        worked: of these, seconds of a processor.
+    """
+
+    def __init__(self, throttle: Callable[[int], float] | None = None) -> None:
+        self.waited = self.busy = self.worked = 0.0
+        self._throttle = throttle
+        self._is_beside = False
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, exchange: Wait, size: int) -> Wait:
+        """
+        Args:
+            exchange: what to call, of so many bytes.
+
+        Returns what waits for its result. Raises RankFailed then, or at once.
+        """
+        if self._is_beside:
+            assert self._thread is not None
+            return partial(self._await, self._thread.submit(self._run, exchange, size))
+        began = time.perf_counter()
+        found = self._run(exchange, size)
+        self.waited += time.perf_counter() - began
+        return lambda: found
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is begun meanwhile is done by a thread of its own."""
+        self._thread = self._thread or ThreadPoolExecutor(1, "penstock-exchange")
+        self._is_beside = True
+        try:
+            yield
+        finally:
+            self._is_beside = False
+
+    @torch.inference_mode()
+    def _run(self, exchange: Wait, size: int) -> Tensor:
+        began, worked = time.perf_counter(), time.thread_time()
+        found = exchange()
+        self.worked += time.thread_time() - worked
+        if self._throttle is not None:
+            time.sleep(self._throttle(size))
+        self.busy += time.perf_counter() - began
+        return found
+
+    def _await(self, coming: Future[Tensor]) -> Tensor:
+        began = time.perf_counter()
+        found = coming.result()
+        self.waited += time.perf_counter() - began
+        return found
+
+
+def run(steps: Steps[Result]) -> Result:
+    """To its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Result = end.value
+            return found
+
+
+def by_turns(lanes: Sequence[Steps[Result]]) -> list[Result]:
+    """Each goes on when those before it wait; results in their order."""
+    found: dict[int, Result] = {}
+    while len(found) < len(lanes):
+        for i, steps in enumerate(lanes):
+            if i not in found:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    found[i] = end.value
+    return [found[i] for i in range(len(lanes))]
