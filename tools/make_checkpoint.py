@@ -2,8 +2,8 @@
 
 usage: python tools/make_checkpoint.py GEOMETRY FOLDER [--device cuda] [--layers N]      (needs transformers)
 
-The tokenizer is the demo model's: its ids are valid in the larger vocabularies. What is like DeepSeek-V3 has a layer that
-predicts further tokens, too.
+The tokenizer is the demo model's: its ids are valid in the larger vocabularies. What is like DeepSeek-V3 has a layer
+that predicts further tokens, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The layer by which DeepSeek-V3 predicts further tokens (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2), in transformers'
-parts: transformers itself leaves it out."""
+"""The layer by which DeepSeek-V3 predicts further tokens (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2), made of
+transformers' parts: transformers itself leaves it out."""
 
 from __future__ import annotations
 

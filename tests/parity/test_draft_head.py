@@ -9,9 +9,9 @@ from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.proposers import heads
+from tools.mtp import FurtherTokens
 
 pytest.importorskip("transformers")
-from tools.mtp import FurtherTokens  # noqa: E402
 
 CPU, COUNT = torch.device("cpu"), 3
 PROMPT = [(7 * i) % 300 + 1 for i in range(2 * BLOCK_TOKENS - 2)]
@@ -53,24 +53,24 @@ def proposed(model, further, tokens, count):
     return found
 
 
-def test_drafts_are_the_references(folder, reference, monkeypatch):
+@pytest.mark.parametrize("mode", ["table", "contiguous"])
+def test_drafts_are_the_references(folder, reference, monkeypatch, mode):
     """After a prompt in chunks, and of a sequence whose places ahead are in its next block."""
     model = load_model(folder, CPU, draft_head=True)
-    for mode in ("table", "contiguous"):
-        engine = make_engine(model, budget=50, speculation=heads(COUNT), address_mode=mode)
-        runner, results = engine.executor.worker, []
-        run = runner.run
-        monkeypatch.setattr(runner, "run", lambda *args: results.append(run(*args)) or results[-1])
-        out = Collector(engine).run(make_request("a", PROMPT, max_tokens=12))["a"]
-        known, compared = [*PROMPT], set()
-        for result in results:
-            for run_ in result.tokens:
-                known += run_
-                drafts = result.proposed.get("a", [])
-                assert drafts == proposed(*reference, known, len(drafts))
-                compared.add(len(drafts))
-        assert known == PROMPT + out
-        assert COUNT in compared
+    engine = make_engine(model, budget=50, speculation=heads(COUNT), address_mode=mode)
+    runner, results = engine.executor.worker, []
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda *args: results.append(run(*args)) or results[-1])
+    out = Collector(engine).run(make_request("a", PROMPT, max_tokens=12))["a"]
+    known, compared = [*PROMPT], set()
+    for result in results:
+        for tokens in result.tokens:
+            known += tokens
+            drafts = result.proposed.get("a", [])
+            assert drafts == proposed(*reference, known, len(drafts))
+            compared.add(len(drafts))
+    assert known == PROMPT + out
+    assert COUNT in compared
 
 
 def test_a_prefix_that_another_token_follows_still_has_its_drafts(folder):
