@@ -93,13 +93,23 @@ def with_further_tokens(model: Any, further: FurtherTokens) -> dict[str, Tensor]
     return {**model.state_dict(), **further.tensors()}
 
 
+def losses(model: Any, further: FurtherTokens, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the next tokens, and of those after them; ids and labels are [batch, WINDOW], not shifted."""
+    hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
+    made = further(hidden, ids[:, 1:])[:, :-1]
+    shifted = ((hidden, labels[:, 1:]), (made, labels[:, 2:]))
+    one, other = (cross_entropy(model.lm_head(x).flatten(0, 1), those.flatten()) for x, those in shifted)
+    return one, other
+
+
 def train(folder: Path, steps: int, seed: int = 0) -> tuple[float, float]:
     """Train the model and its further layer together, from nothing, and write a checkpoint. Returns the last losses, in
     nats a token: of the next tokens, and of those after them."""
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tools.demo.corpus import IGNORED, VOCAB_SIZE, Corpus, batches
+    from tools.demo.corpus import VOCAB_SIZE, Corpus, batches
+    from tools.demo.corpus import WINDOW as LEARNT
     from tools.demo.text import SPECIALS, TURN_END, topic_documents
 
     torch.manual_seed(seed)
@@ -114,26 +124,20 @@ def train(folder: Path, steps: int, seed: int = 0) -> tuple[float, float]:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
     documents = [document for document in topic_documents() if not document.held_out]
     corpus = Corpus(documents, Tokenizer.from_file(str(DEMO / "tokenizer.json")))
-    losses, found = (0.0, 0.0), batches(corpus, BATCH * WINDOW // 512, seed)
-    for _, (_, ids, labels) in zip(range(steps), found, strict=False):
-        ids, labels = ids.view(-1, WINDOW), labels.view(-1, WINDOW)
-        hidden = model.model(ids, use_cache=False).last_hidden_state
-        made = further(hidden[:, :-1], ids[:, 1:])
-        next_ones = cross_entropy(
-            model.lm_head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
-        after = cross_entropy(model.lm_head(made[:, :-1]).flatten(0, 1), labels[:, 2:].flatten(), ignore_index=IGNORED)
+    last = (0.0, 0.0)
+    for _, (_, *windows) in zip(range(steps), batches(corpus, BATCH * WINDOW // LEARNT, seed), strict=False):
+        next_ones, after = losses(model, further, *(window.view(-1, WINDOW) for window in windows))
         (next_ones + FURTHER * after).backward()
         nn.utils.clip_grad_norm_(learnt, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        losses = next_ones.item(), after.item()
+        last = next_ones.item(), after.item()
     model, further = model.bfloat16(), further.bfloat16()
     model.save_pretrained(folder, state_dict=with_further_tokens(model, further))
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO / file, folder)
-    return losses
+    return last
 
 
 def measure(folder: Path, drafts: int, temperature: float, tokens: int = 96) -> tuple[float, list[list[int]]]:
@@ -175,10 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not (options.folder / "config.json").exists():
         began = time.monotonic()
-        next_ones, after = train(options.folder, options.steps, options.seed)
-        print(
-            f"{options.steps} steps in {time.monotonic() - began:.0f} s: {next_ones:.2f} nats a token, {after:.2f} a further one"
-        )
+        one, other = train(options.folder, options.steps, options.seed)
+        took = time.monotonic() - began
+        print(f"{options.steps} steps in {took:.0f} s: {one:.2f} nats a token, {other:.2f} a further one")
     for temperature in (0.0, 1.0):
         _, plain = measure(options.folder, 0, temperature)
         for drafts in options.drafts:

@@ -88,7 +88,7 @@ def test_experts_in_one_tensor_are_loaded_in_any_format(tmp_path, monkeypatch, n
         assert same(weights_of(load_model(folder, CPU, load_format=load_format)), expected), load_format
     (stem,) = [key for key in together if key.endswith("1.mlp.experts.gate_up_proj")]
     save_file(together | {stem: together[stem][:-1]}, file)
-    with pytest.raises(ConfigError, match="missing, the first is 'model.layers.1.mlp.experts"):
+    with pytest.raises(ConfigError, match=r"missing, the first is .*experts"):
         load_model(folder, CPU)
 
 

@@ -22,19 +22,24 @@ from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ranks import SharedMemoryRanks
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.speculation import Speculation
 
 CPU = torch.device("cpu")
 
 
 def load_shards(
-    folder: Path, size: int, dtype: torch.dtype | None = None, expert_parallel: bool = False
+    folder: Path,
+    size: int,
+    dtype: torch.dtype | None = None,
+    expert_parallel: bool = False,
+    draft_head: bool = False,
 ) -> list[Decoder]:
     memory = mmap.mmap(-1, SharedMemoryRanks.bytes_for(size))
 
     def load(rank: int) -> Decoder:
         ranks = SharedMemoryRanks(memory, rank, size)
         experts = Shard(rank, size, ranks) if expert_parallel else None
-        return load_model(folder, CPU, dtype, shard=Shard(rank, size, ranks, experts))
+        return load_model(folder, CPU, dtype, shard=Shard(rank, size, ranks, experts), draft_head=draft_head)
 
     default = torch.get_default_dtype()
     with ThreadPoolExecutor(size) as pool:
@@ -76,6 +81,7 @@ def make_parallel_engine(
     model_len: int = 1024,
     ahead: bool = True,
     graph_mode: str = "auto",
+    speculation: Speculation | None = None,
 ) -> Engine:
     runners, windows = [], WHOLE
     for model in shards:
@@ -86,4 +92,4 @@ def make_parallel_engine(
     clock = SystemClock()
     executor = InlineExecutor(Together(runners), clock, ahead=ahead, short=0.0)
     pool = BlockPool(range(blocks * len(windows)), windowed=windows[0] is not None)
-    return Engine(Scheduler(limits, pool, windows=windows), executor, clock)
+    return Engine(Scheduler(limits, pool, windows=windows, speculation=speculation), executor, clock)

@@ -10,6 +10,7 @@ from penstock.nn.experts import Experts
 from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.proposers import heads
 from tests.helpers.ranks import CPU, load_shards, make_parallel_engine
 
 pytest.importorskip("transformers")
@@ -80,6 +81,16 @@ def test_ranks_with_whole_experts_say_what_one_says(tmp_path, name, size):
     counts = [[part.counts for part in shard.modules() if isinstance(part, Experts)] for shard in shards]
     assert all(map(torch.equal, counts[0], counts[1]))
     assert all(each.sum() > 0 for each in counts[0])
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_draft_alike_and_what_one_says_stays(tmp_path, expert_parallel):
+    write_checkpoint(tmp_path, "deepseek-v3", further=True)
+    one, _ = answers(make_engine(load_model(tmp_path, CPU)), requests())
+    shards = load_shards(tmp_path, 2, expert_parallel=expert_parallel, draft_head=True)
+    engine = make_parallel_engine(shards, speculation=heads(2))
+    assert answers(engine, requests())[0] == one
+    assert engine.scheduler.speculation.counters.drafts
 
 
 @pytest.mark.parametrize("bounded", [False, True])
