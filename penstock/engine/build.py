@@ -133,12 +133,6 @@ def build_engine(
     if options.isa is not None:
         native.use(options.isa)
     speculation = make_speculation(options.speculative_config)
-    if speculation is not None and speculation.head is not None and options.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"speculative-config: method {speculation.head} with {PIPELINE} {options.pipeline_parallel_size} is not "
-            "supported yet, allowed are ngram and off",
-            "speculative-config",
-        )
     check_host_tier(options.host_cache_memory, device)
     # blocks inherited from the previous incarnation are not free, but are this engine's: its pool is made as large
     promised = open_pool.promised if isinstance(open_pool, SharedPool) else 0

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
-from penstock.core.parallel import ALONE, TENSOR, Divisible, Layout
+from penstock.core.parallel import ALONE, PIPELINE, TENSOR, Divisible, Layout
 from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
@@ -131,7 +131,7 @@ def load(
     began = time.monotonic()
     cls, config, headless, quantisation = read_architecture(directory, _layout_of(shard), model_len, quantization)
     if draft_head:
-        config = replace(config, draft_head=_has_draft_head(directory, cls, config))
+        config = replace(config, draft_head=_has_draft_head(directory, cls, config, shard.stages))
     if dtype is None:
         dtype = config.dtype or _stored_dtype(directory)
         if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
@@ -369,8 +369,14 @@ def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigE
     return ConfigError(f"{directory / 'config.json'}: no room for such a model on {device} ({reason})", "model")
 
 
-def _has_draft_head(directory: Path, cls: type[Decoder], config: DecoderConfig) -> bool:
-    """True. Raises ConfigError where there is none."""
+def _has_draft_head(directory: Path, cls: type[Decoder], config: DecoderConfig, stages: int) -> bool:
+    """True. Raises ConfigError where there is none, or no room for it in one of so many stages."""
+    if config.num_layers + 1 < 2 * stages:
+        raise ConfigError(
+            f"speculative-config: of {config.num_layers} layers and a draft head, {PIPELINE} {stages} leaves the last "
+            f"stage the head alone, allowed is at most {(config.num_layers + 1) // 2}",
+            "speculative-config",
+        )
     layer = f"model.layers.{config.num_layers}."
     if not (cls.draft_weights and config.mtp_layers):
         reason = f"{cls.__name__} has none (num_nextn_predict_layers is {config.mtp_layers})"
@@ -580,7 +586,7 @@ def _is_elsewhere(name: str, model: Decoder) -> bool:
     """Whether another stage has that weight, and checks it."""
     shard, stack = model.shard, model.model
     if (block := LAYER.match(name)) is not None:
-        count = model.config.num_layers
+        count = model.config.kept_layers
         return (number := int(block[1])) < count and number not in shard.layers(count)
     if name.startswith("model.embed_tokens."):
         return stack.embed_tokens is None

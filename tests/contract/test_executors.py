@@ -156,11 +156,12 @@ def test_stages_and_shards_with_experts_bring_what_one_does(tmp_path, name):
             found[kind] = answers(built)
     if name == "deepseek-v3":
         config = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
-        with closing(build(folder, **EXECUTORS["processes"], speculative_config=config)) as built:
-            found["drafts"] = answers(built)
-            assert built.engine.scheduler.speculation.counters.drafts
-        with pytest.raises(ConfigError, match="speculative-config: method mtp with pipeline-parallel-size 2"):
-            build(folder, **EXECUTORS["stages"], speculative_config=config)
+        for kind in ("processes", "stages"):
+            with closing(build(folder, **EXECUTORS[kind], speculative_config=config)) as built:
+                found[f"{kind}, drafts"] = answers(built)
+                assert built.engine.scheduler.speculation.counters.drafts
+        with pytest.raises(ConfigError, match="pipeline-parallel-size 3 leaves the last stage the head alone"):
+            build(folder, pipeline_parallel_size=3, speculative_config=config)
     assert all(of_one == found["in turn"] for of_one in found.values()), found
 
 

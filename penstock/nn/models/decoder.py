@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         weights: as `WEIGHTS`.
         draft_weights: the same of a draft head beside its block, in a checkpoint's layer behind the last one.
         norm: the kind that all are of.
-        draft_head: where it is asked for; it shares the embedding and the head.
+        draft_head: where it is asked for, at the last stage; it shares the embedding and the head.
         headless: its logits mean nothing: the checkpoint is an embedding model's.
         bounded_logits: where it has them; see `bound_logits`.
 
@@ -81,12 +81,12 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         self.config, self.shard = config, shard
-        blocks = {layer: self.block(config, layer, shard) for layer in shard.layers(config.num_layers)}
+        own = [layer for layer in shard.layers(config.kept_layers) if layer < config.num_layers]
+        blocks = {layer: self.block(config, layer, shard) for layer in own}
         self.model = Stack(config, blocks, self.norm, shard)
         self.lm_head = None if config.tie_embeddings or not shard.is_last else self._new_head()
         self.draft_head: DraftHead | None = None
-        if config.draft_head:
-            assert shard.stages == 1, "the embedding is at the first stage, hidden states are at the last"
+        if config.draft_head and shard.is_last:
             self.draft_head = DraftHead(config, self.block(config, config.num_layers - 1, shard), self.norm)
         self.headless = False
         self._rotations: list[Rotation] = []
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
         Args:
             hidden: [rows, hidden], normed: what the model has made of them, or the head of the rows before.
             following: [rows] int64: the token behind each.
-            cache: of the model's layers, and behind them of the head.
+            cache: of the layers here, and behind them of the head.
             kept: rows whose result is wanted; None is all.
 
         Returns:
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
         """
         assert self.draft_head is not None
         assert self.model.embed_tokens is not None
-        own, embedded = cache[self.config.num_layers], self.model.embed_tokens(following)
+        own, embedded = cache[len(self.model.layers)], self.model.embed_tokens(following)
         return self.draft_head(hidden, embedded, self.rotations(batch), own, batch.tables[own.group], kept)
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
