@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 DEMO = Path(__file__).resolve().parents[1] / "penstock" / "demo"
 FURTHER = 0.3  # weight of the loss of further tokens, as DeepSeek-V3's first (4.2)
-WINDOW, BATCH, RATE = 128, 16, 4e-3
+WINDOW, BATCH, RATE = 128, 8, 4e-3
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 320,
@@ -125,7 +125,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> tuple[float, float]:
     documents = [document for document in topic_documents() if not document.held_out]
     corpus = Corpus(documents, Tokenizer.from_file(str(DEMO / "tokenizer.json")))
     last = (0.0, 0.0)
-    for _, (_, *windows) in zip(range(steps), batches(corpus, BATCH * WINDOW // LEARNT, seed), strict=False):
+    for step, (_, *windows) in zip(range(1, steps + 1), batches(corpus, BATCH * WINDOW // LEARNT, seed), strict=False):
         next_ones, after = losses(model, further, *(window.view(-1, WINDOW) for window in windows))
         (next_ones + FURTHER * after).backward()
         nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -133,6 +133,8 @@ def train(folder: Path, steps: int, seed: int = 0) -> tuple[float, float]:
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         last = next_ones.item(), after.item()
+        if step % 50 == 0:
+            print(f"step {step}: {last[0]:.2f} nats a token, {last[1]:.2f} a further one", flush=True)
     model, further = model.bfloat16(), further.bfloat16()
     model.save_pretrained(folder, state_dict=with_further_tokens(model, further))
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -9,7 +9,7 @@ from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.proposers import heads
-from tools.mtp import FurtherTokens
+from tools.mtp import FurtherTokens, measure, train
 
 pytest.importorskip("transformers")
 
@@ -94,3 +94,14 @@ def test_where_there_is_no_such_layer_it_is_said(tmp_path):
         with pytest.raises(ConfigError, match=f"no layer that predicts further tokens: .*{why}") as refused:
             load_model(checkpoint, CPU, draft_head=True)
         assert refused.value.field == "speculative-config"
+
+
+@pytest.mark.slow
+def test_a_trained_head_is_often_right_and_changes_no_token(tmp_path):
+    """Sampled too: what the model and its head would rather draw is drawn with the same noise."""
+    train(tmp_path / "model", 200)
+    for temperature in (0.0, 1.0):
+        _, plain = measure(tmp_path / "model", 0, temperature)
+        length, drafted = measure(tmp_path / "model", 2, temperature)
+        assert drafted == plain
+        assert length > 1.2
