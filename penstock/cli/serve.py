@@ -185,7 +185,8 @@ ENGINE_OPTIONS = (
         speculation.checked,
         "auto",
         'drafts that a step checks beside the next token: auto, off, or an object such as {"method": "ngram", '
-        '"num_speculative_tokens": 4}; the tokens are the same',
+        '"num_speculative_tokens": 4}, or method "mtp" for models with a layer that predicts further tokens; the '
+        "tokens are the same",
         takes_object=True,
     ),
     Option("async-scheduling", switch, True, "schedule the next step while one runs; the tokens are the same"),

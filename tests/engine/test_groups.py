@@ -126,6 +126,10 @@ def test_a_rank_that_is_killed_ends_all_groups(folders, tmp_path):
     [
         ({"data_parallel_rank": 2}, "data-parallel-rank: 2, allowed is 0 to 1"),
         ({"data_parallel_address": None}, "a data-parallel-address is needed"),
+        (
+            {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
+            "method mtp, with data-parallel-size",
+        ),
         ({"enable_eplb": True}, "enable-eplb: true, with data-parallel-size: 2 with enable-expert-parallel allowed is"),
     ],
 )
