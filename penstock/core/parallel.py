@@ -76,6 +76,12 @@ class Layout:
         """Whether groups compute their steps together."""
         return self.experts and self.data > 1
 
+    @property
+    def rounding(self) -> str:
+        """Names what the last bits of sums depend on: in how many parts they are summed up, and of what. Stages and
+        groups change none."""
+        return f"{self.tensor}{' experts' if self.experts and self.tensor > 1 else ''}"
+
     def place(self, rank: int) -> Place:
         assert 0 <= rank < self.size
         group, inner = divmod(rank, self.group_size)

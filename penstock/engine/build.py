@@ -261,14 +261,14 @@ def _open_tiers(
         lanes.append(Lane(Tier(slots), mirrors=True))
         movers["host"] = open_host_tier(cache, slots)
     if options.disk_cache is not None:
-        below = open_disk_tier(cache, options.disk_cache, on_disk, files, options.tensor_parallel_size)
+        below = open_disk_tier(cache, options.disk_cache, on_disk, files, options.layout.rounding)
         if below is not None:
             lanes.append(Lane(below.tier, below.block_seconds))
             movers["disk"] = below.mover
     if options.remote_cache is not None:
         from penstock.engine.remote_tier import open_remote_tier
 
-        remote = open_remote_tier(cache, options.remote_cache, options.tensor_parallel_size)
+        remote = open_remote_tier(cache, options.remote_cache, options.layout.rounding)
         lanes.append(Lane(SharedTier(), remote.block_seconds))
         movers["remote"], store = remote.mover, remote.name
     return lanes, movers, store

@@ -117,7 +117,7 @@ class DiskSlots:
         cache: whose blocks are copied.
         directory: in which its folder is.
         weights: tells those of the layout's `model` from what the same files had in them at another time.
-        ranks: that every layer is spread over, which decides the last bits of what is computed.
+        rounding: see `Layout.rounding`.
 
     Attributes:
         folder: of this engine alone.
@@ -127,7 +127,7 @@ class DiskSlots:
         OSError: the directory cannot be used.
     """
 
-    def __init__(self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", ranks: int = 1) -> None:
+    def __init__(self, cache: KVCache, directory: Path, num_slots: int, weights: str = "", rounding: str = "1") -> None:
         self._views = views_of(cache)
         self.block_bytes = size = self._views.block_bytes
         self._num_slots = num_slots
@@ -136,7 +136,7 @@ class DiskSlots:
         self._held = -1  # the slot whose content is there
         with ExitStack() as stack:
             stack.callback(self._views.close)
-            folder = Folder(directory / _name(cache, weights, ranks))
+            folder = Folder(directory / _name(cache, weights, rounding))
             stack.callback(folder.close)
             self.folder = folder.path
             self._leftovers = Leftovers(directory, self.folder, num_slots * size)
@@ -233,16 +233,16 @@ class DiskSlots:
 
 
 def open_disk_tier(
-    cache: KVCache, directory: str, num_slots: int, weights: str = "", ranks: int = 1
+    cache: KVCache, directory: str, num_slots: int, weights: str = "", rounding: str = "1"
 ) -> DiskTier | None:
     """Open the tier below a cache, with so many slots and what an engine before this one has left in them. None when
     the disk fails: then all is computed. Raises ConfigError when the directory cannot be used.
 
     Args:
-        weights, ranks: see `DiskSlots`.
+        weights, rounding: see `DiskSlots`.
     """
     try:
-        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights, ranks)
+        slots = DiskSlots(cache, Path(directory).expanduser(), num_slots, weights, rounding)
     except (OSError, RuntimeError) as error:  # as where there is no such user
         reason = getattr(error, "strerror", None) or str(error)
         if getattr(error, "errno", None) in FAILS:
@@ -283,8 +283,8 @@ def check_disk_tier(directory: str | None, size: int | None, device: torch.devic
         raise ConfigError(f"{OPTION}: {directory!r}, not supported yet {what}, allowed with 1, or on a CPU", OPTION)
 
 
-def _name(cache: KVCache, weights: str, ranks: int) -> str:
+def _name(cache: KVCache, weights: str, rounding: str) -> str:
     """Of all that decides what bytes stand for, or that they are the same bits as if they were computed now."""
     made = VERSION, torch.__version__, processor_of(cache.slots.device)
-    parts = (FORMAT, *made, weights, ranks, sorted(asdict(cache.layout).items()))
+    parts = (FORMAT, *made, weights, rounding, sorted(asdict(cache.layout).items()))
     return blake2b(repr(parts).encode(), digest_size=LAYOUT_BYTES, person=b"penstock.disk").hexdigest()

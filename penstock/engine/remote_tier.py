@@ -158,18 +158,18 @@ class StoreCopier:
         return result
 
 
-def open_remote_tier(cache: KVCache, url: str, ranks: int = 1) -> RemoteTier:
+def open_remote_tier(cache: KVCache, url: str, rounding: str = "1") -> RemoteTier:
     """Open the tier below a cache. Where the store is away it is tried again when it is needed. Raises ConfigError when
     it cannot be used.
 
     Args:
-        ranks: that every layer is spread over, which decides the last bits of what is computed.
+        rounding: see `Layout.rounding`.
     """
     import torch
 
     from penstock.engine.block_views import processor_of, views_of
 
-    computed = torch.__version__, processor_of(cache.slots.device), ranks
+    computed = torch.__version__, processor_of(cache.slots.device), rounding
     namespace = namespace_of(cache.layout, *computed)
     copier = open_copier(views_of(cache), url, namespace)
     seconds = copier.trial_seconds()

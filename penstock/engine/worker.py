@@ -23,7 +23,7 @@ from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
 from penstock.nn.linear import WHOLE
-from penstock.nn.loader import Loaded, file_times, identity, load
+from penstock.nn.loader import Loaded, file_times, identity, load, read_architecture
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.reading import changed
@@ -85,6 +85,8 @@ class Worker:
         self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
         self._gone = False  # the weights, to be read again
+        if others is None and options.enable_expert_parallel:  # else the loader knows of it
+            read_architecture(Path(options.model), options.layout)
         self.model = model = self._load(progress)
         mode = options.graph_mode
         if mode in ("partial", "full") and (reason := obstacle(model, cast(Mode, mode))) is not None:
@@ -139,7 +141,7 @@ class Worker:
             Unavailable: there is no KV pool server.
         """
         if isinstance(open_pool, SharedPool):
-            open_pool = replace(open_pool, weights=self.files)
+            open_pool = replace(open_pool, weights=f"{self.files} {self.options.layout.rounding}")
         cache, self.pool = _open_cache(self.options, self.model, self.layout, num_blocks, max_model_len, open_pool)
         grammars = Grammars(Path(self.options.model), self.model.config.vocab_size)
         self.runner = self._runner(cache, grammars)

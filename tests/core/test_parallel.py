@@ -64,3 +64,10 @@ def test_sizes_have_bounds():
         assert refused.value.field == field
     Layout(tensor=2, pipeline=2, data=2, experts=True).check(Divisible(**MODEL, experts=8))
     Layout(tensor=4).check(Divisible(**MODEL))
+
+
+def test_only_what_sums_are_parts_of_rounds_otherwise():
+    alone, two, whole = Layout(), Layout(tensor=2), Layout(tensor=2, experts=True)
+    assert len({alone.rounding, two.rounding, whole.rounding}) == 3
+    assert Layout(pipeline=2, data=3, experts=True).rounding == alone.rounding
+    assert Layout(tensor=2, pipeline=2, data=2, experts=True).rounding == whole.rounding

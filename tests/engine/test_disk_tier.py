@@ -181,7 +181,7 @@ def test_each_engine_has_a_folder_and_each_layout(tmp_path):
             with closing(DiskSlots(make_cache(KVLayout(**fields)), tmp_path, 4)) as other:
                 assert other.folder.parent != first.folder.parent
                 assert other.kept == []
-        with closing(DiskSlots(cache, tmp_path, 4, ranks=2)) as other:
+        with closing(DiskSlots(cache, tmp_path, 4, rounding="2")) as other:
             assert other.folder.parent != first.folder.parent, "ranks sum up in another order"
         with closing(DiskSlots(cache, tmp_path, 4, weights="of another time")) as other:
             assert other.folder.parent != first.folder.parent

@@ -11,6 +11,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import Published
+from penstock.nn import native
 from penstock.transfer.memory import PoolMemory
 from penstock.transfer.pool import KVPool, shared_pool
 from penstock.transfer.records import Record
@@ -95,6 +96,27 @@ def test_what_was_computed_with_weights_that_have_been_edited_since_is_not_found
         assert [found("a", 1), found("a", 2)] == [(0, 0), (192, 0)]
         edit(folder)
         assert [found("b", 3), found("a", 4), found("a", 5)] == [(0, 0), (0, 3), (192, 3)]
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_what_other_ranks_have_rounded_is_not_found(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", "qwen3-moe")
+    common = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 512, "kv_cache_memory": 8 << 20}
+    prompt = [i % 290 + 1 for i in range(200)]
+
+    def cached(incarnation, **layout):
+        options = EngineOptions(model=str(folder), device="cpu", **common, **layout)
+        with closing(build_engine(options, SystemClock(), shared_pool(path, "a", incarnation))) as built:
+            collector = Collector(built.engine)
+            collector.run(make_request("a", prompt))
+            return collector.cached["a"]
+
+    two, threads = {"tensor_parallel_size": 2}, native.threads()
+    try:
+        with pool_server(tmp_path / "kv-pool") as path:
+            assert [cached(i, **layout) for i, layout in enumerate(({}, two, two), 1)] == [0, 0, 192]
+    finally:
+        native.set_threads(threads)
 
 
 def published(scheduler, tokens):
