@@ -2,7 +2,8 @@
 
 usage: python tools/make_checkpoint.py GEOMETRY FOLDER [--device cuda] [--layers N]      (needs transformers)
 
-The tokenizer is the demo model's: its ids are valid in the larger vocabularies.
+The tokenizer is the demo model's: its ids are valid in the larger vocabularies. What is like DeepSeek-V3 has a layer
+that predicts further tokens, too.
 """
 
 from __future__ import annotations
@@ -169,6 +170,9 @@ def write(name: str, folder: Path, device: str = "cpu", layers: int | None = Non
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    sys.path.insert(0, str(ROOT))
+    from tools.mtp import FurtherTokens, with_further_tokens
+
     model_type, geometry = GEOMETRIES[name]
     if layers is not None:
         geometry = {**geometry, "num_hidden_layers": layers}
@@ -176,13 +180,15 @@ def write(name: str, folder: Path, device: str = "cpu", layers: int | None = Non
     torch.manual_seed(0)
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        further = FurtherTokens(model) if model_type == "deepseek_v3" else None
+    parts = [model] if further is None else [model, further]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (parameter for part in parts for parameter in part.parameters()):
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=None if further is None else with_further_tokens(model, further))
     for file in TOKENIZER:
         shutil.copy(ROOT / "penstock" / "demo" / file, folder)
 

@@ -55,6 +55,7 @@ FLAGS = {  # of penstock serve: title -> names
         "isa",
         "tensor-parallel-size",
         "pipeline-parallel-size",
+        "data-parallel-size",
         "enable-expert-parallel",
         "enable-eplb",
         "eplb-config",

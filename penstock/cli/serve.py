@@ -117,6 +117,12 @@ ENGINE_OPTIONS = (
         1,
         "stages of so many ranks, each with some of the layers; as many steps are on their way as there are stages",
     ),
+    Option(
+        "data-parallel-size",
+        integer(1, MOST_RANKS),
+        1,
+        "engines of so many ranks, each with its own requests; with enable-expert-parallel they share experts",
+    ),
     Option("enable-expert-parallel", switch, False, "spread experts over ranks, whole ones; else each rank has a part"),
     Option("enable-eplb", switch, False, "move experts between ranks, beside steps, such that all have as much to do"),
     Option(
@@ -179,7 +185,8 @@ ENGINE_OPTIONS = (
         speculation.checked,
         "auto",
         'drafts that a step checks beside the next token: auto, off, or an object such as {"method": "ngram", '
-        '"num_speculative_tokens": 4}; the tokens are the same',
+        '"num_speculative_tokens": 4}, or method "mtp" for models with a layer that predicts further tokens; the '
+        "tokens are the same",
         takes_object=True,
     ),
     Option("async-scheduling", switch, True, "schedule the next step while one runs; the tokens are the same"),

@@ -66,6 +66,8 @@ class SequenceStep:
             `blocks` are the prompt's alone.
         pool: what to bring in `StepResult.pooled`: the hidden state of the last token, or the sum of all. None is
             nothing.
+        following: the token after these in the sequence, where there is one; a model's draft head reads it.
+        proposes: with `sample`, how many drafts of what follows what is drawn are wanted of the model's draft head.
     """
 
     request_id: str
@@ -84,6 +86,8 @@ class SequenceStep:
     candidates: int = 0
     branches: Branches | None = None
     pool: Pooling | None = None
+    following: int = 0
+    proposes: int = 0
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -197,6 +201,8 @@ class StepResult:
             sum over this step's tokens in whole numbers, POOLED_ONE for 1.0 and each state rounded by itself. Sums of
             whole numbers are the same in whatever pieces and order they are taken.
         interrupted: the step was told to end early: nothing of it may be used, and all else is empty.
+        proposed: request id -> drafts of what follows its run, by the model's draft head: as many as the step
+            `proposes`, or fewer.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -206,6 +212,7 @@ class StepResult:
     candidates: Mapping[str, list[list[tuple[int, float]]]] = field(default_factory=dict)
     pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
     interrupted: bool = False
+    proposed: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

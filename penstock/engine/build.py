@@ -321,6 +321,10 @@ def _check_groups(options: EngineOptions, device: torch.device) -> None:
     for name, asked in ((EPLB, options.enable_eplb), (DBO, options.enable_dbo)):
         if asked:
             raise ConfigError(f"{name}: true, with {what} allowed is false", name)
+    speculation = make_speculation(options.speculative_config)
+    if speculation is not None and speculation.head is not None:  # which drafts more often in one group than in another
+        why = f"method {speculation.head}, with {what} allowed are ngram and off"
+        raise ConfigError(f"speculative-config: {why}", "speculative-config")
 
 
 def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:

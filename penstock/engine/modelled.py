@@ -523,6 +523,13 @@ def _check(options: ModelledOptions) -> None:
     for name, (value, low, high) in ranges.items():
         if value is not None and not low <= value <= high:
             raise ConfigError(f"{name}: {value}, allowed is {low:g} to {high:g}", name)
+    speculation = make_speculation(options.speculative_config)
+    if speculation is not None and speculation.head is not None:
+        raise ConfigError(
+            f"speculative-config: method {speculation.head}, a modelled device has no draft head, "
+            "allowed are ngram and off",
+            "speculative-config",
+        )
     if options.kv_cache_dtype not in KV_DTYPES:
         allowed = ", ".join(KV_DTYPES)
         raise ConfigError(f"kv-cache-dtype: {options.kv_cache_dtype!r}, allowed are {allowed}", "kv-cache-dtype")

@@ -16,6 +16,7 @@ from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
+from penstock.engine.drafting import draft
 from penstock.engine.executor.base import MaskCosts
 from penstock.engine.masks import Masks, PendingMasks
 from penstock.engine.sampling import (
@@ -180,7 +181,9 @@ class Runner:
         waits = self.device.type == "cuda"  # for the device, at last; until then the interpreter launches kernels
         if not waits:
             self.computing()
-        kept = batch.keep([_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)])
+        kept = [_wanted(s, rows) for s, rows in zip(plan.sequences, batch.rows, strict=True)]
+        if self.model.draft_head is None:  # which reads them all
+            kept = batch.keep(kept)
         masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
             masks = self._masks.begin(plan, self._each_row(plan.sequences))
@@ -188,15 +191,19 @@ class Runner:
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]
-        result = StepResult([], [])
+        result, ids = StepResult([], []), None
         if sampled:
             last = [row for s, own in steps if s.sample for row in own[-s.sample :]]
             drawn = self._draw(_rows(hidden, last), sampled, masks, self.computing if waits else _nothing)
             self._sampled, self._ids, result = drawn.tokens, drawn.ids, drawn.result(sampled)
+            ids = drawn.tokens
+        if self.model.draft_head is not None:
+            found = draft(self.model, self.cache, self._scratch, plan, batch, hidden, ids, result.tokens)
+            result = replace(result, proposed=found)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
-        if found := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
-            result = replace(result, candidates=found)
+        if likely := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
+            result = replace(result, candidates=likely)
         if pooled := {s.request_id: _pooled(hidden, s, rows, wrong) for s, rows in steps if s.pool}:
             result = replace(result, pooled=pooled)
         if not wrong:

@@ -115,7 +115,7 @@ def sample(
     if rows:
         index = to_device(rows, logits.device)
         chosen = logits if len(rows) == len(steps) else logits[index]
-        tokens[index] = ops.sample(chosen, [_draw(steps[row]) for row in rows])
+        tokens[index] = ops.sample(chosen, [draw_of(steps[row]) for row in rows])
     launched()
     ids, whole = torch.stack((tokens, finite)).tolist()  # one transfer
     return Drawn(tokens, ids, reports.of(ids), list(map(bool, whole)), {} if allowed is None else allowed.stuck)
@@ -125,10 +125,11 @@ def plain_sampling(steps: Sequence[SequenceStep]) -> list[ops.Draw] | None:
     """How rows are sampled, where nothing else is done with their logits; else None."""
     if any(step.params.logprobs is not None or _adjusted(step) for step in steps):
         return None
-    return [_draw(step) for step in steps]
+    return [draw_of(step) for step in steps]
 
 
-def _draw(step: SequenceStep) -> ops.Draw:
+def draw_of(step: SequenceStep) -> ops.Draw:
+    """How what follows a row is sampled."""
     p = step.params
     if p.temperature < GREEDY_BELOW:
         return GREEDY

@@ -33,6 +33,7 @@ from penstock.obs.progress import Report
 from penstock.sched.local.limits import StepBudget
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
+from penstock.sched.local.speculation import make_speculation
 from penstock.text.grammar import Grammars
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, anonymous_pool, memfd_pool
 
@@ -79,6 +80,8 @@ class Worker:
         self.options, self._device = options, device
         self.shard = shard = WHOLE if others is None else others.shard
         self.before, self.after = (None, None) if others is None else (others.before, others.after)
+        speculation = make_speculation(options.speculative_config)
+        self._head = None if speculation is None else speculation.head
         self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
         self._gone = False  # the weights, to be read again
@@ -94,7 +97,8 @@ class Worker:
         self.files = file_times(Path(options.model))
         if self.files != self.loaded.files:  # blocks of the KV cache would be kept as of other weights
             raise changed(Path(options.model))
-        name = "-".join(filter(None, (self._identity, model.config.variant, self.loaded.quantised)))
+        variant = (self._identity, model.config.variant, self.loaded.quantised, self._head)
+        name = "-".join(filter(None, variant))
         part = shard if device.type == "cuda" else WHOLE
         self.layout = make_layout(
             model.config,
@@ -103,7 +107,7 @@ class Worker:
             name,
             options.kv_cache_dtype,
             ranks=part.size,
-            layers=part.layers(model.config.num_layers),
+            layers=part.layers(model.config.kept_layers),
         )
         if options.kv_address_mode == "contiguous" and len(self.layout.groups) > 1:
             raise ConfigError(
@@ -238,6 +242,7 @@ class Worker:
             quantization=options.quantization,
             progress=progress,
             peers=self._peers,
+            draft_head=self._head is not None,
         )
         if self._peers is not None:
             self._peers.is_current = partial(_has_files, Path(options.model), self.loaded.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,10 @@ BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16"
 BITS |= {"U64": 64, "U32": 32, "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64, "F4": 4}
 
 
+FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+FUSED_KINDS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a file.
@@ -35,6 +40,7 @@ class Stored:
         name: as the file has it.
         dtype: safetensors' name.
         start, stop: its bytes, from the beginning of the file.
+        within: of the file's tensor of this name and index, rows from that on; None where it is one by itself.
     """
 
     path: Path
@@ -43,6 +49,7 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     stop: int
+    within: tuple[str, int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -113,12 +120,32 @@ def stored(directory: Path) -> Iterator[Stored]:
                     part = file.get_slice(name)
                     dtype, shape = part.get_dtype(), tuple(part.get_shape())
                     size = math.prod(shape) * BITS[dtype] // 8
-                    yield Stored(path, name, dtype, shape, at, at + size)
+                    yield from apart(Stored(path, name, dtype, shape, at, at + size))
                     at += size
         except FileNotFoundError:
             raise not_found(directory, path) from None
         except (SafetensorError, OSError, RuntimeError, KeyError) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({_fault(path) or error})", "model") from None
+
+
+def apart(tensor: Stored) -> Iterator[Stored]:
+    """The tensor; of [experts, outs, ins], as transformers holds experts and sometimes writes them, what each expert's
+    would be."""
+    match = FUSED.fullmatch(tensor.name)
+    if match is None or len(tensor.shape) != 3 or 0 in tensor.shape:
+        yield tensor
+        return
+    count, outs, ins = tensor.shape
+    kinds = FUSED_KINDS[match[2]]
+    if outs % len(kinds):
+        yield tensor
+        return
+    each, size = outs // len(kinds), (tensor.stop - tensor.start) // count // len(kinds)
+    for place in range(count * len(kinds)):
+        expert, kind = divmod(place, len(kinds))
+        start = tensor.start + place * size
+        name, within = f"{match[1]}.{expert}.{kinds[kind]}.weight", (tensor.name, expert, kind * each)
+        yield Stored(tensor.path, name, tensor.dtype, (each, ins), start, start + size, within)
 
 
 def not_found(directory: Path, path: Path) -> ConfigError:

@@ -125,7 +125,8 @@ class DecoderConfig:
         qk_norm: whether queries and keys are normed per head before the rotation.
         qkv_bias, o_bias, mlp_bias: whether those projections add a bias.
         dtype: of the weights as config.json says, or None when it does not.
-        mtp_layers: layers behind the last one that predict further tokens (DeepSeek-V3, 2.2); they are not loaded.
+        mtp_layers: layers behind the last one that predict further tokens (DeepSeek-V3, 2.2).
+        draft_head: whether the first of these is loaded, and keeps something of every token; the others never are.
         latent: of all layers' attention, where it is multi-head latent attention; then `head_dim` is that of a query.
         experts: where some layers have them; `intermediate_size` is that of the others.
     """
@@ -154,6 +155,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     mtp_layers: int = 0
+    draft_head: bool = False
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
 
@@ -171,12 +173,19 @@ class DecoderConfig:
         """Which of `ropes` is a layer's."""
         return int(self.window_rope is not None and self.windows[layer] is not None)
 
+    @property
+    def kept_layers(self) -> int:
+        """How many keep something of every token: its layers, and behind them the draft head's."""
+        return self.num_layers + self.draft_head
+
     def kv_groups(self, dtype: str, ranks: int = 1) -> tuple[KVGroup, ...]:
         """What its layers keep of every token, as values of a dtype, at each of so many ranks; where there are fewer
         heads, several ranks have the same, and latents are the same at all."""
         if self.latent is not None:
-            return (latent_group(self.num_layers, self.latent.rank, self.latent.rope, dtype),)
-        return attention_groups(self.windows, max(1, self.num_kv_heads // ranks), self.head_dim, dtype)
+            return (latent_group(self.kept_layers, self.latent.rank, self.latent.rope, dtype),)
+        return attention_groups(
+            self.windows + (None,) * self.draft_head, max(1, self.num_kv_heads // ranks), self.head_dim, dtype
+        )
 
 
 def read_decoder(

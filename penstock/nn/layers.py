@@ -201,7 +201,7 @@ class Stack(nn.Module):
     """Blocks between an embedding and a last norm, or those of one stage of a pipeline.
 
     Attributes:
-        embed_tokens: at the first stage, and at the last where it is the head too.
+        embed_tokens: at the first stage, and at the last where it is the head too, or a draft head is there.
         layers: by their numbers in the whole model.
         norm: at the last stage.
 
@@ -214,7 +214,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens: Embedding | None = None
-        if shard.is_first or (shard.is_last and config.tie_embeddings):
+        if shard.is_first or (shard.is_last and (config.tie_embeddings or config.draft_head)):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, shard)
         self.layers = nn.ModuleList()
         for number, block in blocks.items():

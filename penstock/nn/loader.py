@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite
-from penstock.core.parallel import ALONE, TENSOR, Divisible, Layout
+from penstock.core.parallel import ALONE, PIPELINE, TENSOR, Divisible, Layout
 from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
@@ -58,6 +58,8 @@ log = logging.getLogger("penstock.loader")
 IDENTITY_BYTES = 4096  # of every tensor
 # derived values that older checkpoints carry, and scales of a KV cache, which has its own here
 IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+DRAFT = "draft_head."  # how names of its parts begin here
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own in layers that predict further
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 HEAD = "lm_head.weight"
@@ -102,6 +104,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     peers: Peers | None = None,
     quantization: str | None = None,
+    *,
+    draft_head: bool = False,
 ) -> Loaded:
     """Build the architecture that config.json names and fill it.
 
@@ -117,6 +121,7 @@ def load(
             same rank of theirs that does.
         quantization: one of `formats.AT_LOAD`, by which a plain checkpoint is quantised; None or "auto" leaves it as it
             is.
+        draft_head: whether the layer that predicts further tokens is loaded too.
 
     Raises:
         RankFailed: one of the ranks that load this model together has failed.
@@ -125,6 +130,8 @@ def load(
     """
     began = time.monotonic()
     cls, config, headless, quantisation = read_architecture(directory, _layout_of(shard), model_len, quantization)
+    if draft_head:
+        config = replace(config, draft_head=_has_draft_head(directory, cls, config, shard.stages))
     if dtype is None:
         dtype = config.dtype or _stored_dtype(directory)
         if quantisation.name and not quantisation.at_load and device.type == "cpu" and dtype == torch.float16:
@@ -259,7 +266,8 @@ def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtyp
     """
 
     def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
-        linear, names = model.get_submodule(path), _sources(model, path) if LAYER.match(path) else ("lm_head",)
+        linear = model.get_submodule(path)
+        names = _sources(model, path) if LAYER.match(path) or path.startswith(DRAFT) else ("lm_head",)
         assert isinstance(linear, Linear)
         plain = linear.exact and quantisation.at_load
         formats = [DENSE if plain else quantisation.of(name) for name in names]
@@ -287,7 +295,8 @@ def _keeps(model: Decoder) -> bool:
 def held(model: Decoder) -> str:
     """Names how a model's weights come out of a checkpoint, and lie in memory here."""
     linears = [part for part in model.modules() if isinstance(part, Linear)]
-    return "; ".join(sorted({f"{linear.format.key()} {linear.method.layout()}" for linear in linears}))
+    forms = sorted({f"{linear.format.key()} {linear.method.layout()}" for linear in linears})
+    return "; ".join(forms + ["with a draft head"] * (model.draft_head is not None))
 
 
 def _layout_of(shard: Shard) -> Layout:
@@ -358,6 +367,26 @@ def read_architecture(
 def _no_room(directory: Path, device: torch.device, error: Exception) -> ConfigError:
     reason = str(error).splitlines()[0]
     return ConfigError(f"{directory / 'config.json'}: no room for such a model on {device} ({reason})", "model")
+
+
+def _has_draft_head(directory: Path, cls: type[Decoder], config: DecoderConfig, stages: int) -> bool:
+    """True. Raises ConfigError where there is none, or no room for it in one of so many stages."""
+    if config.num_layers + 1 < 2 * stages:
+        raise ConfigError(
+            f"speculative-config: of {config.num_layers} layers and a draft head, {PIPELINE} {stages} leaves the last "
+            f"stage the head alone, allowed is at most {(config.num_layers + 1) // 2}",
+            "speculative-config",
+        )
+    layer = f"model.layers.{config.num_layers}."
+    if not (cls.draft_weights and config.mtp_layers):
+        reason = f"{cls.__name__} has none (num_nextn_predict_layers is {config.mtp_layers})"
+    elif not any(_full(tensor.name).startswith(layer) for tensor in stored(directory)):
+        reason = f"its weights, {layer}*, are not in the checkpoint"
+    else:
+        return True
+    raise ConfigError(
+        f"speculative-config: {directory} has no layer that predicts further tokens: {reason}", "speculative-config"
+    )
 
 
 def _stored_dtype(directory: Path) -> torch.dtype:
@@ -481,13 +510,18 @@ class Place:
 
 def _sources(model: Decoder, path: str) -> tuple[str, ...]:
     """What a checkpoint calls the projections of a part."""
-    block = LAYER.match(path)
-    if block is None:
+    block, part = LAYER.match(path), model.get_submodule(path)
+    if block is not None:
+        layer, names = block[0], model.weights[path[block.end() :]]
+    elif path.startswith(DRAFT):
+        layer, inner = f"model.layers.{model.config.num_layers}.", path.removeprefix(DRAFT)
+        of_block = inner.startswith("block.")
+        names = model.weights[inner.removeprefix("block.")] if of_block else model.draft_weights[inner]
+    else:
         return (path,)
-    names, part = model.weights[path[block.end() :]], model.get_submodule(path)
     if isinstance(part, ExpertLinear):
         names = tuple(name.replace("*", str(i)) for i in range(part.count) for name in names)
-    return tuple(block[0] + name for name in names)
+    return tuple(layer + name for name in names)
 
 
 def places(model: Decoder) -> dict[str, Place]:
@@ -521,7 +555,7 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
     missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
-        if name.endswith(IGNORED) or _is_elsewhere(name, model) or _of_mtp(name, model.config):
+        if name.endswith(IGNORED) or _is_elsewhere(name, model) or _is_left_out(name, model.config):
             continue
         if name == HEAD and model.lm_head is None:
             expected = model.head.tensors()["weight"]
@@ -552,17 +586,19 @@ def _is_elsewhere(name: str, model: Decoder) -> bool:
     """Whether another stage has that weight, and checks it."""
     shard, stack = model.shard, model.model
     if (block := LAYER.match(name)) is not None:
-        count = model.config.num_layers
+        count = model.config.kept_layers
         return (number := int(block[1])) < count and number not in shard.layers(count)
     if name.startswith("model.embed_tokens."):
         return stack.embed_tokens is None
     return not shard.is_last and name.startswith(("model.norm.", "lm_head."))
 
 
-def _of_mtp(name: str, config: DecoderConfig) -> bool:
-    """Whether a weight is of a layer that predicts further tokens."""
+def _is_left_out(name: str, config: DecoderConfig) -> bool:
+    """Whether a weight is of a layer that predicts further tokens and is not loaded, or is there once more."""
     layer = LAYER.match(name)
-    return layer is not None and config.num_layers <= int(layer[1]) < config.num_layers + config.mtp_layers
+    if layer is None or not config.num_layers <= int(layer[1]) < config.num_layers + config.mtp_layers:
+        return False
+    return int(layer[1]) >= config.kept_layers or name[layer.end() :] in SHARED
 
 
 def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:

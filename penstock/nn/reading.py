@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -97,7 +98,7 @@ def mapped(tensors: Sequence[Stored]) -> Generator[Piece, None, None]:
                 size = 0
                 while left and left[-1].path == path and size < MAPPED_BYTES:
                     stored = left.pop()
-                    tensor = file.get_tensor(stored.name)
+                    tensor = _whole_or_part(file, stored)
                     if tensor.shape != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
                         raise changed(path)
                     size += tensor.nbytes
@@ -107,6 +108,13 @@ def mapped(tensors: Sequence[Stored]) -> Generator[Piece, None, None]:
             raise ConfigError(f"{path}: not found", "model") from None
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
+
+
+def _whole_or_part(file: Any, stored: Stored) -> Tensor:
+    if stored.within is None:
+        return cast(Tensor, file.get_tensor(stored.name))
+    name, index, first = stored.within
+    return cast(Tensor, file.get_tensor(name)[index, first : first + stored.rows])
 
 
 def changed(path: Path) -> ConfigError:

@@ -20,7 +20,7 @@ class Group:
     """Instances that are alike.
 
     Attributes:
-        count: that are started at first.
+        count: that are started at first; data-parallel groups are instances each.
         options: every engine option that its kind of device has, by key; "device" among them.
         more: that can be started beside those.
         cpus: cores that are set apart for each, where its launcher does so.
@@ -67,8 +67,8 @@ class Group:
     @property
     def layout(self) -> Layout:
         """Of the ranks that compute its model together. Raises ConfigError."""
-        sizes = (self.options.get(f"{way}_parallel_size", 1) for way in ("tensor", "pipeline"))
-        return Layout(**dict(zip(("tensor", "pipeline"), sizes, strict=True)))
+        sizes = {way: self.options.get(f"{way}_parallel_size", 1) for way in ("tensor", "pipeline", "data")}
+        return Layout(**sizes, experts=self.options.get("enable_expert_parallel", False))
 
     @property
     def ranks(self) -> int:

@@ -94,6 +94,10 @@ def _fixed(running: Deployment, wanted: Deployment, new_model: bool) -> Iterator
                 yield _refusal(_shown(key), "another value", why)
     if running.ray is not None and new_model:
         yield "model: another checkpoint, allowed with launcher ray is the same: its nodes are not asked what they have"
+    meet = any(group.layout.meets for group in (*running.groups, *wanted.groups))
+    if meet and (new_model or running.groups != wanted.groups):
+        why = "allowed with data-parallel-size and enable-expert-parallel is what they began with: they start together"
+        yield f"instances: another value, {why}"
     if wanted.orphans != running.orphans:
         yield _refusal("kv-pool.orphans", wanted.orphans, running.orphans)
     if None not in (wanted.transport, running.transport) and wanted.transport != running.transport:

@@ -268,6 +268,7 @@ class ModelSection:
         self.group_spots.append({"": spot, **shared_spots, **spots})
         known = {setting.key for setting in settings}
         options = defaults(settings) | {key: value for key, value in {**shared, **given}.items() if key in known}
+        head["count"] *= options.get("data_parallel_size", 1)
         return Group(options=options, **head)
 
     def _adopted_group(self, spots: Mapping[str, Spot], head: dict[str, Any]) -> Group:
@@ -300,6 +301,7 @@ class ModelSection:
         self._check_devices(groups)
         self._check_sizes(groups)
         self._check_launcher(groups, ray)
+        self._check_meetings(groups, ray)
         if not ray:
             self._check_memory(groups, shares)
             self._check_gpu_memory(groups, shares)
@@ -375,6 +377,22 @@ class ModelSection:
                 self.file.complain(spots["url"], f"{spots['url'].shown}, allowed is nothing with launcher ray: it runs")
             if ray and kind_of(group.device) == "cuda" and group.device != "cuda":
                 self.file.complain(spots["device"], f"{group.device!r}, allowed with launcher ray is cuda: Ray chooses")
+
+    def _check_meetings(self, groups: Sequence[Group], ray: bool) -> None:
+        """Data-parallel groups among which experts are spread start, compute and end together."""
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            if not group.layout.meets:
+                continue
+            spot = spots.get("data-parallel-size", spots[""])
+            what = f"{spot.shown}, with enable-expert-parallel allowed"
+            if ray:
+                self.file.complain(spot, f"{what} with launcher local alone: groups share memory of one host")
+            if "scaling" in self.spots:
+                self.file.complain(spot, f"{what} only without scaling: groups are there together")
+            if kind_of(group.device) == "cuda":
+                self.file.complain(spot, f"{what} with device cpu alone, so far")
+            if "enable-sleep-mode" in self.top:
+                self.file.complain(spot, f"{what} only without enable-sleep-mode: groups compute together")
 
     def _check_warm_pool(self, groups: Sequence[Group], ray: bool) -> None:
         spot = self.top["warm-pool"]

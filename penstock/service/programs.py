@@ -87,6 +87,10 @@ def _plan_model(
         name = names.get(instance, instance)
         settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None, master is not None)
         settings["options"] = engine_fields(group, number)
+        if group.layout.meets:
+            unit, rank = divmod(group.instances.index(instance), group.layout.data)
+            door = folder / f"{group.name}.groups-{unit}"
+            settings["options"] |= {"data_parallel_rank": rank, "data_parallel_address": str(door)}
         yield program(name, "engine", settings, starts=instance not in group.spares, **more)
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)

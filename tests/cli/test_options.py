@@ -156,6 +156,7 @@ def test_the_flags_of_serve():
         *("allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials"),
         *("share-prefixes", "speculative-config", "step-time-limit-ms", "weight-cache"),
         *("tensor-parallel-size", "pipeline-parallel-size", "enable-expert-parallel", "enable-eplb", "eplb-config"),
+        "data-parallel-size",
         "enable-dbo",
     }
 

@@ -1,6 +1,7 @@
 """Every executor brings the same results of the same plans, in order, whatever it computes them with; and says so when
 a worker has failed."""
 
+import json
 import os
 import signal
 import time
@@ -144,6 +145,26 @@ def test_what_ranks_have_computed_the_next_ones_find_in_a_store(folder, tmp_path
     assert (both, remote, alone) == ({"disk": 0, "remote": 0}, {"remote": 3 * 192}, {"remote": 0})
 
 
+@together
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_stages_and_shards_with_experts_bring_what_one_does(tmp_path, name):
+    folder = write_checkpoint(tmp_path, name, dtype=torch.float32, further=name == "deepseek-v3")
+    found = {}
+    for kind in ("in turn", "stages", "processes"):
+        with closing(build(folder, **EXECUTORS[kind])) as built:
+            found[kind] = answers(built)
+    if name == "deepseek-v3":
+        config = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+        for kind in ("processes", "stages"):
+            with closing(build(folder, **EXECUTORS[kind], speculative_config=config)) as built:
+                found[f"{kind}, drafts"] = answers(built)
+                assert built.engine.scheduler.speculation.counters.drafts
+        with pytest.raises(ConfigError, match="pipeline-parallel-size 3 leaves the last stage the head alone"):
+            build(folder, pipeline_parallel_size=3, speculative_config=config)
+    assert all(of_one == found["in turn"] for of_one in found.values()), found
+
+
 def in_time(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -237,6 +258,8 @@ def test_plans_arrive_as_they_were():
         candidates=4,
         branches=Branches([[0, 1], [1, 1]], 3, [7, 8]),
         pool="mean",
+        following=7,
+        proposes=3,
     )
     others = replace(whole, request_id="b", generated=None, branches=None)
     plan = StepPlan((whole, others), (4,), ("c",), (TailCopy(1, 4, 20),))

@@ -69,6 +69,29 @@ def test_every_format_loads_the_same_bits(checkpoint, monkeypatch, device, metho
     assert same(weights_of(load_model(checkpoint, device)), expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_experts_in_one_tensor_are_loaded_in_any_format(tmp_path, monkeypatch, name):
+    """As transformers holds them: [experts, outs, ins]."""
+    folder = write_checkpoint(tmp_path, name)
+    file, expected = folder / "model.safetensors", weights_of(load_model(folder, CPU))
+    apart = load_file(file)
+    together = {key: value for key, value in apart.items() if ".experts." not in key}
+    experts = apart.keys() - together.keys()
+    for stem in {key.partition(".experts.")[0] + ".experts" for key in experts}:
+        numbers = range(sum(key.startswith(f"{stem}.") for key in experts) // 3)
+        for kind, of in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            each = [torch.cat([apart[f"{stem}.{i}.{part}.weight"] for part in of]) for i in numbers]
+            together[f"{stem}.{kind}"] = torch.stack(each)
+    save_file(together, file)
+    monkeypatch.setattr(reading, "CHUNK", 3000)
+    for load_format in LOAD_FORMATS[1:]:
+        assert same(weights_of(load_model(folder, CPU, load_format=load_format)), expected), load_format
+    (stem,) = [key for key in together if key.endswith("1.mlp.experts.gate_up_proj")]
+    save_file(together | {stem: together[stem][:-1]}, file)
+    with pytest.raises(ConfigError, match=r"missing, the first is .*experts"):
+        load_model(folder, CPU)
+
+
 def test_a_head_beside_tied_embeddings_is_loaded_in_any_format(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
     file = folder / "model.safetensors"

@@ -435,6 +435,7 @@ def test_defaults_come_from_the_device_and_the_geometry():
         ({"kv_blocks": 5, "kv_cache_memory": 5}, "kv-blocks: given beside kv-cache-memory"),
         ({"kv_blocks": 1 << 27}, r"kv-blocks: 134217728, allowed are up to \d+ beside the weights"),
         ({"scheduling_policy": "best"}, "scheduling-policy: 'best', allowed are fcfs, priority, slack"),
+        ({"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'}, "a modelled device has no draft"),
         ({"kv_blocks": 5, "max_model_len": 500}, "max-model-len: 500 tokens need more KV than the 5 blocks there"),
         ({"max_model_len": 1}, "max-model-len: 1, this checkpoint allows 2 to 40960"),
         ({"max_num_batched_tokens": 64}, "max-num-batched-tokens: 64, allowed is at least max-num-seqs"),

@@ -93,12 +93,16 @@ def damage(loaded):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
-def test_the_same_bits_by_every_way(tmp_path, running, monkeypatch, method, options):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3", {}), ("qwen3", {"tie_word_embeddings": True}), ("deepseek-v3", {})],
+    ids=["untied", "tied", "experts"],
+)
+def test_the_same_bits_by_every_way(tmp_path, running, monkeypatch, method, name, options):
     if (reason := METHODS[method].missing(CPU, torch.bfloat16)) is not None:
         pytest.skip(reason)
     monkeypatch.setattr("penstock.nn.loader.method_for", lambda *_: METHODS[method])
-    checkpoint = write_checkpoint(tmp_path / "model", "qwen3", dtype=torch.bfloat16, **options)
+    checkpoint = write_checkpoint(tmp_path / "model", name, dtype=torch.bfloat16, **options)
     first, here, there = running("first", checkpoint)
     assert first.source == "checkpoint"
     assert same(first.model, load(checkpoint, CPU).model)

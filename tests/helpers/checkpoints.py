@@ -110,6 +110,7 @@ def write_checkpoint(
     shard_size: str = "5GB",
     seed: int = 0,
     bare: bool = False,
+    further: bool = False,
     **changes: Any,
 ) -> Path:
     """Write the random checkpoint `name` of ARCHITECTURES; `changes` go to its config. Returns `directory`.
@@ -117,14 +118,19 @@ def write_checkpoint(
     Args:
         bare: as embedding models are saved: without a head, and without "model." before the names of weights, while
             config.json speaks of the whole.
+        further: with the layer that predicts further tokens (DeepSeek-V3).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tools.mtp import FurtherTokens, with_further_tokens
 
     model_type, own = ARCHITECTURES[name]
     config = AutoConfig.for_model(model_type, **{**SIZE, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter_name, parameter in model.named_parameters():  # far from near-zero, so that every part matters
+    head = FurtherTokens(model) if further else None
+    named = [*model.named_parameters(), *(() if head is None else head.named_parameters())]
+    for parameter_name, parameter in named:  # far from near-zero, so that every part matters
         if parameter_name.endswith("bias"):
             parameter.data.normal_(std=0.1)
         elif parameter.ndim == 1:
@@ -132,7 +138,8 @@ def write_checkpoint(
         else:
             parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
     whole = model.to(dtype)
-    (whole.model if bare else whole).save_pretrained(directory, max_shard_size=shard_size)
+    tensors = None if head is None else with_further_tokens(whole, head.to(dtype))
+    (whole.model if bare else whole).save_pretrained(directory, max_shard_size=shard_size, state_dict=tensors)
     if bare:
         whole.config.architectures = [type(whole).__name__]
         whole.config.save_pretrained(directory)

@@ -147,7 +147,8 @@ def instance_names(content: Mapping[str, Any]) -> list[str]:
         for group in model["instances"]:
             role = group.get("role", "any")
             name = group.get("name", "engine" if role == "any" else role)
-            names += [f"{prefix}{name}-{number}" for number in range(group.get("count", 1))]
+            groups = {**model.get("engine", {}), **group}.get("data-parallel-size", 1)
+            names += [f"{prefix}{name}-{number}" for number in range(group.get("count", 1) * groups)]
     return names
 
 

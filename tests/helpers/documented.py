@@ -14,7 +14,7 @@ UNSPEAKABLE = re.compile(
     "logit_bias: .* token ids|fit beside|context length|min_tokens: .* at most max_tokens|no token left to draw"
     "|slo: given, allowed only|the chat template failed|arguments: not JSON|its JSON text|the model has .* token"
     "|only reasoning|^response_format|^structured_outputs|^tools|^tool_choice"
-    "|^thinking_token_budget: .* where --reasoning-parser"
+    "|^thinking_token_budget: .* where --reasoning-parser|which means the same$"
 )
 
 

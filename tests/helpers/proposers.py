@@ -7,6 +7,7 @@ from random import Random
 
 from penstock.sched.local.sequence import Sequence as Running
 from penstock.sched.local.speculation import Speculation
+from penstock.sched.local.speculation.mtp import HeadDrafts
 
 After = Callable[[list[int], int], list[int]]  # tokens, and how many at most -> what follows them
 
@@ -21,7 +22,7 @@ class Guesses:
         self._tokens, self._after, self._wrong, self._rng = tokens[:], after, wrong, rng
         self._proposal: list[int] | None = None
 
-    def land(self, tokens: Sequence[int]) -> None:
+    def land(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         self._tokens += tokens
         self._proposal = None
 
@@ -40,3 +41,8 @@ def guessing(after: After, wrong: float, most: int = 4, seed: int = 0) -> Specul
         return Guesses(sequence.tokens, after, wrong, rng)
 
     return Speculation(make, most, adaptive=False)
+
+
+def heads(most: int) -> Speculation:
+    """As many drafts as the model's draft head makes."""
+    return Speculation(lambda sequence: HeadDrafts(), most, adaptive=False, head="mtp")

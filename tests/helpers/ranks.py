@@ -23,19 +23,24 @@ from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ranks import SharedMemoryRanks
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.speculation import Speculation
 
 CPU = torch.device("cpu")
 
 
 def load_shards(
-    folder: Path, size: int, dtype: torch.dtype | None = None, expert_parallel: bool = False
+    folder: Path,
+    size: int,
+    dtype: torch.dtype | None = None,
+    expert_parallel: bool = False,
+    draft_head: bool = False,
 ) -> list[Decoder]:
     memory, of_experts = (mmap.mmap(-1, SharedMemoryRanks.bytes_for(size)) for _ in range(2))
 
     def load(rank: int) -> Decoder:
         ranks = SharedMemoryRanks(memory, rank, size)
         experts = Shard(rank, size, SharedMemoryRanks(of_experts, rank, size)) if expert_parallel else None
-        return load_model(folder, CPU, dtype, shard=Shard(rank, size, ranks, experts))
+        return load_model(folder, CPU, dtype, shard=Shard(rank, size, ranks, experts), draft_head=draft_head)
 
     default = torch.get_default_dtype()
     with ThreadPoolExecutor(size) as pool:
@@ -83,6 +88,7 @@ def make_parallel_engine(
     ahead: bool = True,
     graph_mode: str = "auto",
     change: Callable[[StepPlan], StepPlan] | None = None,
+    speculation: Speculation | None = None,
 ) -> Engine:
     runners, windows = [], WHOLE
     for model in shards:
@@ -93,4 +99,4 @@ def make_parallel_engine(
     clock = SystemClock()
     executor = InlineExecutor(Together(runners, change), clock, ahead=ahead, short=0.0)
     pool = BlockPool(range(blocks * len(windows)), windowed=windows[0] is not None)
-    return Engine(Scheduler(limits, pool, windows=windows), executor, clock)
+    return Engine(Scheduler(limits, pool, windows=windows, speculation=speculation), executor, clock)

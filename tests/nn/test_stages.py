@@ -1,5 +1,7 @@
 """The stages of a model, one after the other, compute what it computes whole, to the bit, in every mode."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,8 +25,11 @@ def steps_of(prompt):
     yield SequenceStep("a", len(prompt), [7], (0,), 1, GREEDY, 0)
 
 
-@pytest.mark.parametrize("mode", ["eager", "partial", "full"])
-@pytest.mark.parametrize("name", ["llama-bias", "gemma3"])
+CHAINED = product(["llama-bias", "gemma3"], ["eager", "partial", "full"])
+OP_BY_OP = product(["qwen3-moe-mixed", "deepseek-v3"], ["auto"])
+
+
+@pytest.mark.parametrize(("name", "mode"), [*CHAINED, *OP_BY_OP])
 @torch.inference_mode()
 def test_stages_compute_what_a_whole_model_does(tmp_path, name, mode):
     pytest.importorskip("transformers")

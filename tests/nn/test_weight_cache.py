@@ -41,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def load(checkpoint: Path, folder: Path, **limits: float) -> tuple[Decoder, bool]:
+def load(checkpoint: Path, folder: Path, draft_head: bool = False, **limits: float) -> tuple[Decoder, bool]:
     """(model, whether it was mapped); afterwards it is kept."""
     cache = WeightCache(folder, least=0, **limits)  # type: ignore[arg-type]
-    model = load_model(checkpoint, CPU, None, cache)
+    model = load_model(checkpoint, CPU, None, cache, draft_head=draft_head)
     mapped = cache._unsaved is None
     cache.save()
     return model, mapped
@@ -61,7 +61,15 @@ def only(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3", torch.bfloat16), ("llama", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3", torch.bfloat16),
+        ("llama", torch.float32),
+        ("qwen3-moe", torch.float32),
+        ("deepseek-v3", torch.bfloat16),
+    ],
+)
 def test_a_second_load_gives_the_same_bits(tmp_path: Path, folder: Path, name: str, dtype: torch.dtype) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", name, dtype=dtype)
     first, mapped = load(checkpoint, folder)
@@ -73,6 +81,20 @@ def test_a_second_load_gives_the_same_bits(tmp_path: Path, folder: Path, name: s
     assert only(folder).stat().st_ino == written
     run = [Collector(make_engine(model)).run(make_request("a", [1, 2, 3])) for model in (first, second)]
     assert run[0] == run[1]
+
+
+def test_a_model_with_a_draft_head_is_another(tmp_path: Path, folder: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", "deepseek-v3", dtype=torch.bfloat16, further=True)
+    first, _ = load(checkpoint, folder)
+    for mapped_now in (False, True):
+        headed, mapped = load(checkpoint, folder, draft_head=True)
+        assert headed.draft_head is not None
+        assert mapped == mapped_now
+        assert len([*headed.parameters()]) > len([*first.parameters()])
+    again, mapped = load(checkpoint, folder)
+    assert mapped
+    assert same(first, again)
+    assert len([*folder.iterdir()]) == 2
 
 
 def test_a_head_that_config_json_does_not_know_of(tmp_path: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ from tests.helpers import engines
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.pairs import pairwise
-from tests.helpers.proposers import guessing
+from tests.helpers.proposers import guessing, heads
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
 VARIANTS = {"greedy": {}, "seeded": SAMPLED, "top-k": {"temperature": 1.1, "top_k": 20, "min_p": 0.01}}
@@ -33,21 +33,23 @@ DEFAULT = ("contiguous", "block", "short", "ahead", "auto", "auto")
 @pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     """In float32, or as its name says after a colon: in bfloat16, which needs our kernels, perhaps quantised, or on
-    torch's own ops."""
+    torch's own ops; or with a draft head."""
     pytest.importorskip("transformers")
     name, _, kind = request.param.partition(":")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     narrow = kind == "bfloat16" or kind in AT_LOAD
     if narrow and ((reason := native.missing()) is not None or device.type != "cpu"):
         pytest.skip(f"rounds differently for few rows and for many: {reason or device}")
-    folder, dtype = write_checkpoint(tmp_path_factory.mktemp("model"), name), torch.float32
+    further = kind == "mtp"
+    folder, dtype = write_checkpoint(tmp_path_factory.mktemp("model"), name, further=further), torch.float32
     with ExitStack() as stack:
         if kind == "torch":
             stack.enter_context(mock.patch.object(loader, "method_for", return_value=PLAIN))
             for op in OPS.values():
                 stack.enter_context(op.using(next(b.name for b in op.backends if b.name != "native")))
         asked = kind if kind in AT_LOAD else None
-        model = load_model(folder, device, torch.bfloat16 if narrow else dtype, quantization=asked)
+        dtype = torch.bfloat16 if narrow else dtype
+        model = load_model(folder, device, dtype, quantization=asked, draft_head=further)
         model.bound_logits(0)  # few rows, where it can choose for all, have their tokens without logits
         yield model
 
@@ -75,7 +77,7 @@ MODES, ORDERS, AHEAD, KV = ("contiguous", "table"), ("block", "token"), ("ahead"
 ON_KERNELS = (MODES, ORDERS, ("short",), AHEAD, ("auto", "partial", "eager"), KV)
 ON_TORCH = (MODES, ORDERS, ("short", "long"), AHEAD, ("auto",), KV)
 BFLOAT16 = [f"{name}:bfloat16" for name in ELSEWHERE]
-LATENT = ("deepseek-v3", "deepseek-v3:bfloat16")
+LATENT = ("deepseek-v3", "deepseek-v3:bfloat16", "deepseek-v3:mtp")
 EVERYWHERE = [
     ((*ELSEWHERE, *BFLOAT16), ON_KERNELS),
     ([f"{name}:torch" for name in ELSEWHERE], ON_TORCH),
@@ -145,13 +147,21 @@ def test_same_tokens_however_it_runs(request, model, make_engine, variant):
         assert (counters.accepted_tokens > 5) == (wrong < 1.0), "of the wrong ones chance makes few right"
         assert counters.draft_tokens > counters.accepted_tokens
 
+    if model.draft_head is not None:
+        for count, budget in ((1, 50), (3, 512)):
+            drafted = Collector(make_engine(model, budget=budget, speculation=heads(count)))
+            assert drafted.run(*others[:3], mine(), *others[3:6])["mine"] == alone
+            assert drafted.run(turn)["turn"] == again
+            assert drafted.engine.scheduler.speculation.counters.drafts > 10
     for prefix_cache in (True, False):
-        assert preempted(make_engine, model, mine, prefix_cache) == alone
+        drafts = None if model.draft_head is None else heads(2)
+        assert preempted(make_engine, model, mine, prefix_cache, drafts) == alone
 
 
-def preempted(make_engine, model, mine, prefix_cache):
+def preempted(make_engine, model, mine, prefix_cache, drafts):
     """Tokens of a request that was thrown out while decoding and came back."""
-    crowded = Collector(make_engine(model, blocks=8, model_len=512, prefix_cache=prefix_cache))
+    how = {"blocks": 8, "model_len": 512, "prefix_cache": prefix_cache, "speculation": drafts}
+    crowded = Collector(make_engine(model, **how))
     for i in range(2):
         crowded.engine.add(make_request(f"urgent{i}", prompt(100, i), max_tokens=120, priority=-1))
     crowded.engine.add(mine())

@@ -13,6 +13,7 @@ from penstock.nn.experts import Experts
 from penstock.nn.loader import load_model
 from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.proposers import heads
 from tests.helpers.ranks import CPU, load_shards, make_parallel_engine
 
 pytest.importorskip("transformers")
@@ -103,6 +104,16 @@ def test_two_micro_batches_change_no_bit(tmp_path, name):
     assert answers(make_parallel_engine(shards, budget=150, change=cut), asked) == whole
     assert len(splits) > 10
     assert max(splits) > 64
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_draft_alike_and_what_one_says_stays(tmp_path, expert_parallel):
+    write_checkpoint(tmp_path, "deepseek-v3", further=True)
+    one, _ = answers(make_engine(load_model(tmp_path, CPU)), requests())
+    shards = load_shards(tmp_path, 2, expert_parallel=expert_parallel, draft_head=True)
+    engine = make_parallel_engine(shards, speculation=heads(2))
+    assert answers(engine, requests())[0] == one
+    assert engine.scheduler.speculation.counters.drafts
 
 
 @pytest.mark.parametrize("bounded", [False, True])

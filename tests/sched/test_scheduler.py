@@ -23,7 +23,7 @@ from penstock.sched.local.offload import Load, Offload, Order, Question, Store
 from penstock.sched.local.policy.base import StepLimit
 from penstock.sched.local.sequence import blocks_for
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from tests.helpers.proposers import guessing
+from tests.helpers.proposers import guessing, heads
 
 STOP = 999
 DRAWN = SamplingParams()
@@ -189,7 +189,7 @@ class Engine:
     def end(self) -> StepPlan:
         plan = self.flying.pop(0)
         self.make_ready(plan)
-        sampled, candidates, pooled = [], {}, {}
+        sampled, candidates, pooled, pasts = [], {}, {}, {}
         for s in plan.sequences:
             if s.branches is not None:
                 candidates[s.request_id] = self.branch(s)
@@ -214,9 +214,16 @@ class Engine:
                     assert self.read(table, position) == past[: position + 1]
             if s.candidates:
                 candidates[s.request_id] = [likeliest(past, s.candidates)]
+            pasts[s.request_id] = past[: len(past) - s.sample + 1]
         self.sampled = sampled
         runs = verified(plan.sequences, sampled)
-        result = StepResult(runs, [None] * len(runs), candidates=candidates, pooled=pooled)
+        asking = [s for s in plan.sequences if s.sample]
+        proposed = {
+            s.request_id: drafted([*pasts[s.request_id], *run], s.proposes)
+            for s, run in zip(asking, runs, strict=True)
+            if s.proposes
+        }
+        result = StepResult(runs, [None] * len(runs), candidates=candidates, pooled=pooled, proposed=proposed)
         outputs = self.scheduler.update(plan, result)
         self.collect(outputs)
         self.send()
@@ -288,6 +295,11 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
         if out[-1] == STOP:
             break
     return out
+
+
+def drafted(tokens: list[int], most: int) -> list[int]:
+    """What the model's draft head proposes, nearly always the right tokens."""
+    return [token if hash((*tokens, i)) % 5 else 0 for i, token in enumerate(expected(tokens, most))]
 
 
 def searched(request: Request) -> list[Hypothesis]:
@@ -386,14 +398,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         on_disk=st.sampled_from([0, 0, 2, 8, 30]),
         shared=st.booleans(),
         block_seconds=st.sampled_from([None, None, 1e-6, 1e-4, 1e-3]),
-        wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0]),
+        wrong=st.sampled_from([None, None, 0.0, 0.2, 1.0, "by a head"]),
         windows=st.sampled_from([*[WHOLE] * 6, (2,), (70,), (200,), (None, 70), (None, 2, 130), (200, 100)]),
         scarce=st.floats(0.0, 1.0),
         tails=st.sampled_from([4, 4, 0, 1, 7, 63]),
         stages=st.sampled_from([1, 1, 1, 2, 3, 4]),
     )
     def start(self, num_blocks, budget, sequences, prefix, wrong, **how):
-        drafts = None if wrong is None else guessing(expected, wrong)
+        drafts = heads(4) if wrong == "by a head" else None if wrong is None else guessing(expected, wrong)
         self.engine = make(num_blocks, budget, sequences, prefix, speculation=drafts, **how)
         self.requests: dict[str, tuple[list[int], int]] = {}
         self.searches: dict[str, Request] = {}

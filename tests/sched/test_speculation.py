@@ -12,9 +12,10 @@ from penstock.core.plan import BLOCK_TOKENS, StepWork
 from penstock.core.sampling import SamplingParams
 from penstock.sched.local.sequence import Sequence
 from penstock.sched.local.speculation import PROPOSERS, Speculation, make_speculation
+from penstock.sched.local.speculation.mtp import HeadDrafts
 from penstock.sched.local.speculation.ngram import PLACES, PromptLookup
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
-from tests.helpers.proposers import Guesses, guessing
+from tests.helpers.proposers import Guesses, guessing, heads
 from tests.sched.test_scheduler import STOP, expected, make, next_token, request, run
 
 TIMES = StepTime(DEVICES["h200"], GEOMETRIES["llama-3.1-8b"])
@@ -143,6 +144,44 @@ def test_a_recovered_request_goes_on_where_it_stands_in_its_prediction():
     assert proposer.propose(3) == text[7:10]
 
 
+# --- a head of the model
+
+
+def test_a_head_is_asked_for_what_may_still_be_right_and_told_what_follows_a_chunk():
+    prompt = next(p for i in range(100) if STOP not in expected(p := [i, *range(100)], 9))
+    engine = make(budget=40, speculation=heads(4))
+    engine.scheduler.add(request("a", prompt, 9))
+    steps = [engine.step().sequences[0] for _ in range(3)]
+    assert [step.following for step in steps] == [prompt[40], prompt[80], 0]
+    assert [step.proposes for step in steps] == [0, 0, 4]
+    while engine.has_work:
+        step = engine.step().sequences[0]
+        known = step.start + len(step.tokens) - step.sample + 1 - len(prompt)
+        assert step.proposes == max(0, min(4, 9 - known - 2))
+    assert engine.out["a"] == expected(prompt, 9)
+    assert engine.scheduler.speculation.counters.accepted_tokens
+
+
+def test_as_many_are_wanted_of_a_head_as_may_pay():
+    speculation = Speculation(lambda s: HeadDrafts(), 4, head="mtp")
+    running = Sequence(request("a", [1] * 100, 1000), 0, 0.0)
+    assert speculation.wanted(running) == 4
+
+    def land(right: bool) -> None:
+        running.tokens.append(0)
+        running.computed = len(running.tokens) - 1
+        speculation.land(running, [0], [0 if right else 1] * speculation.wanted(running))
+        speculation.choose({running: 1}, lambda s: 4, 100, TIMES)
+
+    for _ in range(60):
+        land(True)
+    assert speculation.wanted(running) == 4
+    for _ in range(60):
+        land(False)
+    assert speculation.wanted(running) == 1, "by which it is known once they are right again"
+    assert not speculation.choose({running: 1}, lambda s: 4, 100, TIMES)
+
+
 # --- whose settings these are
 
 
@@ -151,7 +190,8 @@ def test_a_recovered_request_goes_on_where_it_stands_in_its_prediction():
     [
         ("ngram", "auto, off, or a JSON object"),
         ("[]", "auto, off, or a JSON object"),
-        ('{"method": "eagle"}', '"method": "ngram"'),
+        ('{"method": "eagle"}', '"method": "ngram" or "mtp"'),
+        ('{"method": "mtp", "num_speculative_tokens": 1, "prompt_lookup_max": 2}', 'no "prompt_lookup_max"'),
         ('{"method": "ngram"}', '"num_speculative_tokens": 1 to 64'),
         ('{"method": "ngram", "num_speculative_tokens": true}', '"num_speculative_tokens": 1 to 64'),
         ('{"method": "ngram", "num_speculative_tokens": 65}', '"num_speculative_tokens": 1 to 64'),

@@ -148,7 +148,7 @@ class Groups:
             except OSError:
                 answer = None
             if isinstance(answer, Refused):
-                raise ConfigError(answer.why, "data-parallel-address")
+                raise ConfigError(f"data-parallel-address: {answer.why}", "data-parallel-address")
             if isinstance(answer, Joins):
                 self._links[answer.group] = answer.process, link
                 return fds[0]

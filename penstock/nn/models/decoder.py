@@ -13,6 +13,7 @@ from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits, Take
 from penstock.nn.config import DecoderConfig, RopeConfig
+from penstock.nn.draft_head import DraftHead
 from penstock.nn.experts import MixtureOfExperts, feed_forward
 from penstock.nn.formats.base import Format
 from penstock.nn.formats.dense import DENSE
@@ -54,7 +55,9 @@ class Decoder(nn.Module):
 
     Attributes:
         weights: as `WEIGHTS`.
+        draft_weights: the same of a draft head beside its block, in a checkpoint's layer behind the last one.
         norm: the kind that all are of.
+        draft_head: where it is asked for, at the last stage; it shares the embedding and the head.
         headless: its logits mean nothing: the checkpoint is an embedding model's.
         bounded_logits: where it has them; see `bound_logits`.
 
@@ -64,6 +67,7 @@ class Decoder(nn.Module):
     """
 
     weights: ClassVar[WeightMap] = WEIGHTS
+    draft_weights: ClassVar[WeightMap] = {}
     norm: ClassVar[Norm] = RMSNorm
 
     @staticmethod
@@ -78,9 +82,13 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         self.config, self.shard = config, shard
-        blocks = {layer: self.block(config, layer, shard) for layer in shard.layers(config.num_layers)}
+        own = [layer for layer in shard.layers(config.kept_layers) if layer < config.num_layers]
+        blocks = {layer: self.block(config, layer, shard) for layer in own}
         self.model = Stack(config, blocks, self.norm, shard)
         self.lm_head = None if config.tie_embeddings or not shard.is_last else self._new_head()
+        self.draft_head: DraftHead | None = None
+        if config.draft_head and shard.is_last:
+            self.draft_head = DraftHead(config, self.block(config, config.num_layers - 1, shard), self.norm)
         self.headless = False
         self._rotations: list[Rotation] = []
         self.bounded_logits: BoundedLogits | None = None
@@ -223,6 +231,25 @@ class Decoder(nn.Module):
         for layer in self.model.layers:
             if isinstance(layer.feed_forward, MixtureOfExperts):
                 layer.feed_forward.accompany(self.dtype)
+
+    def draft(
+        self, hidden: Tensor, following: Tensor, batch: Batch, cache: KVLayers, kept: Tensor | None = None
+    ) -> Tensor:
+        """Have the draft head compute a step's rows, and store what it keeps of them.
+
+        Args:
+            hidden: [rows, hidden], normed: what the model has made of them, or the head of the rows before.
+            following: [rows] int64: the token behind each.
+            cache: of the layers here, and behind them of the head.
+            kept: rows whose result is wanted; None is all.
+
+        Returns:
+            [rows, hidden], normed: `logits` of it are of the token after the following one.
+        """
+        assert self.draft_head is not None
+        assert self.model.embed_tokens is not None
+        own, embedded = cache[len(self.model.layers)], self.model.embed_tokens(following)
+        return self.draft_head(hidden, embedded, self.rotations(batch), own, batch.tables[own.group], kept)
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of a step's rows, two of [rows, dim / 2] for each of the config's `ropes`."""

@@ -61,6 +61,13 @@ class DeepseekV2(Decoder):
 
 
 class DeepseekV3(DeepseekV2):
+    draft_weights: ClassVar[WeightMap] = {
+        "token_norm": ("enorm",),
+        "hidden_norm": ("hnorm",),
+        "join": ("eh_proj",),
+        "norm": ("shared_head.norm",),
+    }
+
     @staticmethod
     def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
         hf = V3 | dict(hf)

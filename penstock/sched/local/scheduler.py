@@ -466,7 +466,10 @@ class Scheduler:
         if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
         released, self._released = self._released, []
-        return builder.plan(released, self.kv.take_copies() if self.kv.copies else ())
+        plan = builder.plan(released, self.kv.take_copies() if self.kv.copies else ())
+        if speculation is not None and speculation.head is not None:
+            self._ask_head(plan, speculation)
+        return plan
 
     def _build(self, delay: Callable[[], float]) -> StepBuilder:
         """A step of all that need not run alone."""
@@ -536,6 +539,15 @@ class Scheduler:
                 blocks = self.pool.allocate(missing)
                 sequence.blocks += blocks
                 builder.fresh.setdefault(sequence, []).extend(blocks)
+
+    def _ask_head(self, plan: StepPlan, speculation: Speculation) -> None:
+        """Have the model's draft head propose what may be right behind the tokens that a step draws."""
+        for step in plan.sequences:
+            if step.sample:
+                sequence = self._sequences[step.request_id]
+                known, request = step.start + len(step.tokens) - step.sample + 1, sequence.request
+                end = min(len(request.prompt) + request.max_tokens, self.limits.max_model_len)
+                step.proposes = max(0, min(speculation.wanted(sequence), end - known - 2))
 
     def launch(self, plan: StepPlan) -> bool:
         """A runner has the plan: until its `update`, its blocks get no other owner. Returns whether all that it
@@ -627,7 +639,7 @@ class Scheduler:
                 if self._in_flight.of(sequence) is None:  # else it was told to leave when the next step was under way
                     self._pause(sequence)
             elif self.speculation is not None and not sequence.branching:
-                self.speculation.land(sequence, run)
+                self.speculation.land(sequence, run, result.proposed.get(sequence.id, ()))
             outputs.append(output)
         if self.speculation is not None and (times := self.measurements.times) is not None:
             self.speculation.ran(plan.work, drafted, (ended - began) * 1e3, times)

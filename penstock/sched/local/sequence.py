@@ -346,6 +346,8 @@ class Sequence:
             request.prompt,
             blocks[used:],
         )
+        if end < len(tokens):
+            step.following = tokens[end]
         if self.special:
             if sample and (self.steered or self.generated < request.params.min_tokens):
                 step.generated = tokens[len(request.prompt) :]

@@ -1,7 +1,7 @@
 """Speculation: drafts of what will be drawn, computed in the same step, so that one step yields several tokens.
 
-A proposer guesses; `Speculation` decides how many guesses a step computes. A new proposer is a file here and a line in
-`PROPOSERS`.
+A proposer guesses, or is told what a head of the model has guessed; `Speculation` decides how many guesses a step
+computes. A new proposer is a file here and a line in `PROPOSERS`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.sched.local.sequence import Sequence
 from penstock.sched.local.speculation.adaptive import Proposer, Speculation, SpeculationCounters
+from penstock.sched.local.speculation.mtp import HeadDrafts
 from penstock.sched.local.speculation.ngram import PromptLookup
 
-__all__ = ["PROPOSERS", "Proposer", "Speculation", "SpeculationCounters", "checked", "make_speculation"]
+__all__ = ["HEADS", "PROPOSERS", "Proposer", "Speculation", "SpeculationCounters", "checked", "make_speculation"]
 
 AUTO, OFF = "auto", "off"
 BY_DEFAULT = {"method": "ngram", "num_speculative_tokens": 16}
@@ -40,8 +41,13 @@ def _ngram(config: dict[str, Any]) -> MakeProposer:
     return make
 
 
+def _mtp(config: dict[str, Any]) -> MakeProposer:
+    return lambda sequence: HeadDrafts()
+
+
 # method -> what makes a proposer for a sequence, of the settings that it takes out of a configuration
-PROPOSERS: dict[str, Callable[[dict[str, Any]], MakeProposer]] = {"ngram": _ngram}
+PROPOSERS: dict[str, Callable[[dict[str, Any]], MakeProposer]] = {"ngram": _ngram, "mtp": _mtp}
+HEADS = ("mtp",)  # methods whose drafts a head of the model makes
 
 
 def make_speculation(asked: str) -> Speculation | None:
@@ -82,7 +88,7 @@ def _make(asked: str) -> Speculation | None:
     make = PROPOSERS[method](config)
     if config:
         raise ValueError(f"no {json.dumps(next(iter(config)))} with this method")
-    return Speculation(make, count, adaptive=adaptive)
+    return Speculation(make, count, adaptive=adaptive, head=method if method in HEADS else None)
 
 
 def _parsed(asked: str) -> dict[str, Any]:

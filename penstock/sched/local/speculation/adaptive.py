@@ -53,8 +53,8 @@ class Proposer(Protocol):
     levels: int
     agreed: int
 
-    def land(self, tokens: Items[int]) -> None:
-        """These were drawn."""
+    def land(self, tokens: Items[int], drafts: Items[int] = ()) -> None:
+        """These were drawn, and behind them a head of the model has drafted those."""
         ...
 
     def propose(self, most: int) -> list[int]:
@@ -81,8 +81,8 @@ class Draft:
         self._chances, self._taught = taught[:], taught
         self._propose()
 
-    def land(self, tokens: Items[int]) -> None:
-        """These were drawn: those that the proposer has not seen."""
+    def land(self, tokens: Items[int], drafts: Items[int]) -> None:
+        """These were drawn: those that the proposer has not seen. A head of the model has drafted those behind them."""
         chances, taught = self._chances, self._taught
         for depth, (token, guess) in enumerate(zip(tokens, self.proposal, strict=False)):
             level = min(self.level + depth, len(chances) - 1)
@@ -90,7 +90,7 @@ class Draft:
             taught[level] += TAUGHT * ((token == guess) - taught[level])
             if token != guess:
                 break
-        self._proposer.land(tokens)
+        self._proposer.land(tokens, drafts)
         self.behind = 0
         self._propose()
 
@@ -131,14 +131,17 @@ class Speculation:
         make: a proposer for a sequence.
         most: drafts of a sequence in a step.
         adaptive: whether there are as many as pay; else as many as are proposed.
+        head: which of the model makes the drafts, by the name of its method; None is none.
 
     Attributes:
         ready: sequences for which something is proposed, by id.
         hot: those of them that are not to be scheduled ahead.
     """
 
-    def __init__(self, make: Callable[[Sequence], Proposer], most: int, *, adaptive: bool = True) -> None:
-        self.most = most
+    def __init__(
+        self, make: Callable[[Sequence], Proposer], most: int, *, adaptive: bool = True, head: str | None = None
+    ) -> None:
+        self.most, self.head = most, head
         self.counters = SpeculationCounters()
         self.ready: dict[str, Sequence] = {}
         self.hot: dict[str, Sequence] = {}
@@ -155,18 +158,18 @@ class Speculation:
         self.counters.draft_tokens += drafts
         self.counters.accepted_tokens += accepted
 
-    def land(self, sequence: Sequence, run: Items[int]) -> None:
-        """A run was drawn, and is part of the sequence."""
+    def land(self, sequence: Sequence, run: Items[int], drafts: Items[int] = ()) -> None:
+        """A run was drawn, and is part of the sequence; a head of the model has drafted those behind it."""
         draft = self._drafts.get(sequence)
         if draft is None:
-            draft = self._drafts[sequence] = self._begin(sequence)
+            draft = self._drafts[sequence] = self._begin(sequence, drafts)
         elif draft.proposal:
-            draft.land(run)
+            draft.land(run, drafts)
         else:
             draft.behind += len(run)
-            if draft.behind < self._patience:
+            if draft.behind < self._patience and not drafts:
                 return
-            draft.land(sequence.tokens[-draft.behind :])
+            draft.land(sequence.tokens[-draft.behind :], drafts)
         if not draft.proposal:
             self.ready.pop(sequence.id, None)
             self.hot.pop(sequence.id, None)
@@ -177,8 +180,10 @@ class Speculation:
         else:
             self.hot.pop(sequence.id, None)
 
-    def _begin(self, sequence: Sequence) -> Draft:
+    def _begin(self, sequence: Sequence, drafts: Items[int]) -> Draft:
         proposer = self._make(sequence)
+        if drafts:
+            proposer.land((), drafts)
         if not self._taught:
             steps = max(1, proposer.levels - 1)
             self._taught = [LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * i / steps for i in range(proposer.levels)]
@@ -194,6 +199,14 @@ class Speculation:
         else:
             self._misses += MISSED * (ratio - self._misses)
             self._drafted_misses += FORGOTTEN * (self._misses - self._drafted_misses)
+
+    def wanted(self, sequence: Sequence) -> int:
+        """Drafts that a head of the model is to make behind a sequence's next token: at least one, by which it is known
+        how often they are right, and as many as may be looked at."""
+        draft = self._drafts.get(sequence)
+        if draft is None or not self._adaptive:
+            return self.most
+        return max(1, len(draft.chances(self.most, max(LEAST, self._price / UNLIKELY))))
 
     def forget(self, sequence: Sequence) -> None:
         """It runs no further, for now or for good."""
@@ -218,7 +231,7 @@ class Speculation:
             times: predicts steps; None where nothing does.
         """
         if any(count > 1 for count in grants.values()):
-            self._price = inf
+            self._price = inf if self._adaptive else 0.0
             return {}
         step = (
             None if times is None or not self._adaptive else _Step(times, grants, self._drafted_misses / self._misses)

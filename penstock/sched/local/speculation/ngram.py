@@ -43,7 +43,7 @@ class PromptLookup:
         if not text:
             self._find()
 
-    def land(self, tokens: Sequence[int]) -> None:
+    def land(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """These were drawn."""
         for token in tokens:
             if self.agreed and self._tokens[self._place] == token:

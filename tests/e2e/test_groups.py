@@ -1,0 +1,81 @@
+"""Data-parallel groups among which experts are spread, with real processes: where one dies all start again, and no
+token is another one than one rank alone would have drawn."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+
+from penstock.nn import native
+from penstock.service.checkpoint import DEMO
+from tests.e2e.test_apply import apply
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.deployments import deployed
+from tests.helpers.waiting import eventually
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code"),
+]
+ENGINE = {"kv-cache-memory": "32M", "max-model-len": 512}
+PROMPTS = [f"def f{i}(" for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    pytest.importorskip("transformers")
+    config = json.loads((DEMO / "config.json").read_text())
+    ids = {name: config[name] for name in ("vocab_size", "eos_token_id")}
+    folder = write_checkpoint(tmp_path_factory.mktemp("experts"), "qwen3-moe", dtype=torch.float32, **ids)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+def content(checkpoint, **engine):
+    served = {"model": str(checkpoint), "served-model-name": "m", "restart": {"backoff": 0.1, "limit": 20}}
+    return served | {"engine": ENGINE | engine, "instances": [{}]}
+
+
+def text(up, prompt, first=None):
+    body = {"model": "m", "prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    pieces = []
+    with httpx.stream("POST", up.url + "/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                if first is not None:
+                    first.set()
+    return "".join(pieces)
+
+
+def states(up):
+    return {row["name"]: row["state"] for row in json.loads(up.get("/health"))["instances"]}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_groups_start_again_where_one_dies(checkpoint, tmp_path, tensor):
+    with deployed(content(checkpoint)) as up:
+        expected = [text(up, prompt) for prompt in PROMPTS]
+    groups = {"data-parallel-size": 2, "tensor-parallel-size": tensor, "enable-expert-parallel": True}
+    with deployed(content(checkpoint, **groups)) as up, ThreadPoolExecutor(len(PROMPTS)) as clients:
+        assert list(clients.map(lambda prompt: text(up, prompt), PROMPTS)) == expected
+        for victim in ("engine-1", "engine-0"):
+            before, begun = up.pids(), threading.Event()
+            answers = [clients.submit(text, up, prompt, begun) for prompt in PROMPTS]
+            assert begun.wait(60)
+            os.kill(before[victim], signal.SIGKILL)
+            assert [answer.result() for answer in answers] == expected, up.log()
+            eventually(lambda: set(states(up).values()) == {"ready"}, 60, up.log)
+            assert not set(before.values()) & {up.pids()[name] for name in states(up)}, "both are others now"
+        code, said = apply(up, tmp_path, content(checkpoint, **groups | {"max-num-seqs": 7}))
+        assert code == 2
+        assert "instances: another value, allowed with data-parallel-size and enable-expert-parallel is" in said
+        assert up.stop() == 0, up.log()

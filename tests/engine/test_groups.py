@@ -1,0 +1,139 @@
+"""Engines that compute one model together, each with its own requests: whatever the layout of their ranks, tokens are
+those of one rank alone."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+
+from penstock.core.clock import SystemClock
+from penstock.core.errors import ConfigError, RankFailed
+from penstock.engine.build import EngineOptions, build_engine
+from penstock.nn import native
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.engines import Collector, make_request
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+KINDS = ("qwen3-moe", "deepseek-v3")
+QUICK = {("qwen3-moe", 1, 1, 2, True), ("deepseek-v3", 2, 1, 2, True)}
+LAYOUTS = [
+    pytest.param(
+        *case, marks=() if case in QUICK else pytest.mark.slow, id="{}-{}tp{}pp{}dp{}".format(*case[:4], "ep" * case[4])
+    )
+    for kind, *sizes, experts in product(KINDS, (1, 2, 4), (1, 2), (1, 2, 4), (False, True))
+    if sizes[0] * sizes[1] * sizes[2] in (2, 4)
+    for case in [(kind, *sizes, experts)]
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return {kind: write_checkpoint(tmp_path_factory.mktemp(kind), kind, dtype=torch.float32) for kind in KINDS}
+
+
+def build(folder, **options):
+    options = {"kv_cache_memory": 16 << 20, "max_num_seqs": 8, "device": "cpu"} | options
+    threads = native.threads()
+    try:
+        return build_engine(EngineOptions(model=str(folder), **options), SystemClock())
+    finally:
+        native.set_threads(threads)
+
+
+def tokens(built, requests):
+    collector = Collector(built.engine)
+    collector.run(*requests)
+    built.engine.check()
+    return collector.tokens
+
+
+class Groups:
+    """All groups, each built and used in a thread of its own."""
+
+    def __init__(self, folder, door, data, **options):
+        self.pool = ThreadPoolExecutor(data)
+        ways = [{"data_parallel_rank": group, "data_parallel_address": str(door)} for group in range(data)]
+        self.built = list(self.pool.map(lambda way: build(folder, data_parallel_size=data, **options, **way), ways))
+
+    def run(self, requests):
+        """Of each group -> its tokens."""
+        return list(self.pool.map(tokens, self.built, requests))
+
+    def close(self):
+        list(self.pool.map(lambda built: built.close(), self.built))
+
+
+def asked(group):
+    prompts = [[(7 * i + k + 13 * group) % 300 + 1 for k in range(20 + 90 * i)] for i in range(3)]
+    return [make_request(f"{group}-{i}", p, seed=i, max_tokens=8 + 6 * group) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(("kind", "tensor", "pipeline", "data", "experts"), LAYOUTS)
+def test_every_layout_computes_the_tokens_of_one_rank(folders, tmp_path, kind, tensor, pipeline, data, experts):
+    """Also where only some groups have anything to compute, and where they end at different times."""
+    alone = build(folders[kind])
+    expected = [tokens(alone, asked(group)) for group in range(data)]
+    alone.close()
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_expert_parallel": experts}
+    groups = Groups(folders[kind], tmp_path / "door", data, max_num_batched_tokens=70, **sizes)
+    try:
+        assert groups.run([asked(group) for group in range(data)]) == expected
+        some = [asked(group) if group == data - 1 else [] for group in range(data)]
+        assert groups.run(some)[-1] == expected[-1]
+        if experts and data > 1:
+            begun = {built.engine.executor._begun for built in groups.built}
+            assert len(begun) == 1, "all compute the same steps"
+    finally:
+        groups.close()
+
+
+def test_groups_of_different_models_do_not_meet(folders, tmp_path):
+    door = str(tmp_path / "door")
+    way = {"data_parallel_size": 2, "enable_expert_parallel": True, "data_parallel_address": door}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(build, folders["qwen3-moe"], **way)
+        with pytest.raises(ConfigError, match=r"data-parallel-address: group 1 is 1TP2DPEP .*deepseek"):
+            build(folders["deepseek-v3"], data_parallel_rank=1, **way)
+        second = build(folders["qwen3-moe"], data_parallel_rank=1, **way)  # and the first still waits for its like
+        closing = threading.Thread(target=second.close)
+        closing.start()
+        first.result(60).close()
+        closing.join(60)
+
+
+def test_a_rank_that_is_killed_ends_all_groups(folders, tmp_path):
+    groups = Groups(folders["qwen3-moe"], tmp_path / "door", 2, enable_expert_parallel=True, tensor_parallel_size=2)
+    try:
+        groups.run([asked(0), asked(1)])
+        victim = groups.built[1].engine.executor._others.others[0].process
+        os.kill(victim.pid, signal.SIGKILL)
+        says = "data-parallel group 1 .* has ended|has failed", "was killed by SIGKILL"
+        for built, of_it in zip(groups.built, says, strict=True):
+            with pytest.raises(RankFailed, match=of_it):
+                tokens(built, [make_request("b", [1, 2, 3], max_tokens=400)])
+    finally:
+        for built in groups.built:
+            built.engine.executor._others.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"data_parallel_rank": 2}, "data-parallel-rank: 2, allowed is 0 to 1"),
+        ({"data_parallel_address": None}, "a data-parallel-address is needed"),
+        (
+            {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
+            "method mtp, with data-parallel-size",
+        ),
+        ({"enable_eplb": True}, "enable-eplb: true, with data-parallel-size: 2 with enable-expert-parallel allowed is"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(folders, tmp_path, options, says):
+    way = {"data_parallel_size": 2, "enable_expert_parallel": True, "data_parallel_address": str(tmp_path / "door")}
+    with pytest.raises(ConfigError, match=says):
+        build(folders["qwen3-moe"], **way | options)
