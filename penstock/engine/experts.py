@@ -24,10 +24,13 @@ from penstock.core.plan import StepPlan
 from penstock.core.wire.rank import Brought, Counted, CountExperts, DropExperts, LoadExperts
 from penstock.engine.executor.base import ExpertLoad
 from penstock.engine.options import EngineOptions
+from penstock.nn import native
+from penstock.nn.checkpoint import Stored
 from penstock.nn.config import DecoderConfig
 from penstock.nn.experts import Experts, MixtureOfExperts, Spare
-from penstock.nn.loader import load_expert
+from penstock.nn.loader import file_times, load_expert, stored_by_name
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.reading import changed
 from penstock.sched.parallel.rebalancing import (
     EPLB_CONFIG,
     Abandon,
@@ -41,6 +44,7 @@ from penstock.sched.parallel.rebalancing import (
 
 log = logging.getLogger("penstock.engine")
 NICE = 10  # of threads that load, beside those that compute
+REST = 0.01  # seconds that what decides leaves the interpreter to what computes, after each layer
 LOOK = 0.5  # seconds between two looks whether a rank is late
 ExpertOrder = LoadExperts | DropExperts | CountExperts
 Answer = Brought | Counted
@@ -53,7 +57,7 @@ class ExpertLoader:
     Layers are counted among those that have experts, of all stages.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the checkpoint; `files`: these, as they were when the model was loaded.
         slots: experts that a rank has of a layer at most.
 
     Attributes:
@@ -62,8 +66,9 @@ class ExpertLoader:
 
     tell: Callable[[Answer], None]
 
-    def __init__(self, directory: Path, model: Decoder, slots: int) -> None:
-        self._directory, self._slots = directory, slots
+    def __init__(self, directory: Path, files: str, model: Decoder, slots: int) -> None:
+        self._directory, self._files, self._slots = directory, files, slots
+        self._stored: dict[str, Stored] = {}  # by name, once it is needed
         assert model.shard.experts is not None
         self._rank = model.shard.experts.rank
         self._orders: SimpleQueue[LoadExperts | DropExperts] = SimpleQueue()
@@ -144,6 +149,8 @@ class ExpertLoader:
     def _work(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        if native.missing() is None:
+            native.function("penstock_stay_alone", "")()
         while True:
             order = self._orders.get()
             if isinstance(order, DropExperts):
@@ -180,7 +187,11 @@ class ExpertLoader:
         experts = self._layers[layer]
         if experts.needs(expert):
             number = expert_layers(self._model.config)[layer]
-            experts.bring(expert, *load_expert(self._directory, self._model, number, expert))
+            self._stored = self._stored or stored_by_name(self._directory)
+            weights = load_expert(self._directory, self._model, number, expert, self._stored)
+            if file_times(self._directory) != self._files:
+                raise changed(self._directory)
+            experts.bring(expert, *weights)
 
     def _drop(self, order: DropExperts) -> None:
         with self._changed:
@@ -282,7 +293,7 @@ class ExpertBalance:
         self.load = replace(self.load, looks=self.load.looks + 1, busiest=busiest)
         if self._config.log_balancedness:
             log.info("steps %d to %d: the busiest rank computed %.3f times the mean", began, steps, busiest)
-        self._rebalancer.look(counts)
+        self._rebalancer.look(counts, partial(time.sleep, REST))
 
     def _brought(self, rank: int, brought: Brought) -> Order | None:
         if brought.error:

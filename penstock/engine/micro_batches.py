@@ -25,7 +25,8 @@ class SplitSteps:
     def __init__(self, runner: Runner) -> None:
         self.splits = 0
         self._runner = runner
-        self._chooser = MicroBatches(sum(isinstance(part, MixtureOfExperts) for part in runner.model.modules()))
+        layers = runner.model.model.layers.modules()
+        self._chooser = MicroBatches(sum(isinstance(part, MixtureOfExperts) for part in layers))
         self._threads = native.threads()
 
     @property

@@ -121,7 +121,8 @@ class Worker:
         if options.enable_eplb:
             from penstock.engine.experts import ExpertLoader, expert_ranks  # with messages between ranks
 
-            self.experts = ExpertLoader(Path(options.model), model, expert_ranks(options, model.config).slots)
+            slots = expert_ranks(options, model.config).slots
+            self.experts = ExpertLoader(Path(options.model), self.files, model, slots)
 
     def room(self) -> int:
         """Bytes that the KV cache may take by default: on a CPU all of it, else this rank's part."""

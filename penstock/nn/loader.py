@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -324,7 +324,7 @@ def read_architecture(
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
     check_finite(hf, str(directory / "config.json"))
-    found = {_full(tensor.name): tensor for tensor in stored(directory)}
+    found = stored_by_name(directory)
     try:
         quantisation = read_quantisation(hf, found, quantization)
         cls = architecture(hf)
@@ -662,13 +662,22 @@ def fill(
         log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", size, took, size / took, load_format)
 
 
-def load_expert(directory: Path, model: Decoder, layer: int, expert: int) -> tuple[Weight, Weight]:
+def stored_by_name(directory: Path) -> dict[str, Stored]:
+    """Every tensor. Raises ConfigError as `stored`."""
+    return {_full(tensor.name): tensor for tensor in stored(directory)}
+
+
+def load_expert(
+    directory: Path, model: Decoder, layer: int, expert: int, found: Mapping[str, Stored]
+) -> tuple[Weight, Weight]:
     """One expert's weights, as `Experts.bring` takes them: beside a model that computes, from any thread.
+
+    Args:
+        found: as `stored_by_name`.
 
     Raises ConfigError where the checkpoint cannot be read, or is not the model's any more.
     """
     path = f"model.layers.{layer}.feed_forward.experts"
-    found = {_full(tensor.name): tensor for tensor in stored(directory)}
     weights = []
     for name in ("gate_up_proj", "down_proj"):
         linear = model.get_submodule(f"{path}.{name}")

@@ -15,7 +15,7 @@ from penstock.nn.config import DecoderConfig, ExpertsConfig, RopeConfig, Routing
 from penstock.nn.experts import CORRECTION, MixtureOfExperts, Spare
 from penstock.nn.formats import AT_LOAD
 from penstock.nn.linear import WHOLE, Linear, Shard
-from penstock.nn.loader import load_expert, load_model
+from penstock.nn.loader import load_expert, load_model, stored_by_name
 from penstock.nn.methods import method_for
 from penstock.nn.ranks import SharedMemoryRanks
 from tests.helpers.checkpoints import write_checkpoint
@@ -330,9 +330,10 @@ def test_one_expert_is_read_as_all_are(tmp_path, name, asked):
         write_checkpoint(tmp_path, name, intermediate_size=128, moe_intermediate_size=64), CPU, quantization=asked
     )
     experts = model.model.layers[1].feed_forward.experts
+    names = stored_by_name(tmp_path)
     for expert in (0, 5):
-        for found, own in zip(load_expert(tmp_path, model, 1, expert), experts.weights_of(expert), strict=True):
+        for found, own in zip(load_expert(tmp_path, model, 1, expert, names), experts.weights_of(expert), strict=True):
             assert all(map(torch.equal, found.parameters(), own.parameters()))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no weights"):
-        load_expert(tmp_path, model, 1, 0)
+    with pytest.raises(ConfigError, match="not found"):
+        load_expert(tmp_path, model, 1, 0, names)

@@ -76,6 +76,7 @@ def test_a_rank_that_fails_in_between_leaves_everything_as_it_was():
         assert fail(rebalancer, order.version) == Abandon(order.version, order.layer)
         assert rebalancer.placements == [Placement.even(6, 3)] * 3
         assert rebalancer.ready(1, order.version) is rebalancer.ready(2, order.version) is None, "too late"
+        assert rebalancer.tick(2 * PATIENCE) is None, "other layers wait for the next look"
         rebalancer.check()
 
 

@@ -23,6 +23,7 @@ constexpr uint64_t OPEN = 1u << 31;
 constexpr uint64_t INSIDE = OPEN - 1;
 constexpr int NUMBER = 32;
 
+thread_local bool alone = false;                // whether this thread's loops are no business of others
 thread_local const int64_t* stop = nullptr;  // of the loops that this thread calls
 
 struct Pool {
@@ -127,7 +128,7 @@ void set_threads(int count) {
 
 void run_tasks(int tasks, void (*task)(void*, int), void* context) {
     Pool& p = pool();
-    const bool together = tasks > 1 && threads() > 1 && !p.busy.exchange(true, std::memory_order_acquire);
+    const bool together = tasks > 1 && !alone && threads() > 1 && !p.busy.exchange(true, std::memory_order_acquire);
     if (!together) {
         for (int i = 0; i < tasks && !is_set(stop); i++) task(context, i);
         return;
@@ -141,4 +142,7 @@ void run_tasks(int tasks, void (*task)(void*, int), void* context) {
 extern "C" {
 void penstock_set_threads(int64_t count) { penstock::set_threads(count); }
 int64_t penstock_threads() { return penstock::threads(); }
+
+// From now on the calling thread computes its loops alone: those of a step, which go on beside it, have the others.
+void penstock_stay_alone() { penstock::alone = true; }
 }

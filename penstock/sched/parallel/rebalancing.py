@@ -16,7 +16,7 @@ each was computed: so tokens do not depend on placements.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.core.errors import ConfigError
@@ -167,9 +167,16 @@ class Rebalancer:
         """Whether a layer is being prepared, which may take too long."""
         return self._move is not None and not self._move.ordered
 
-    def look(self, counts: Sequence[Sequence[float]]) -> None:
-        """Of each layer, how many tokens have chosen each expert of late; what was due by earlier ones is not."""
-        gains = [(*self._gain(layer, each), layer) for layer, each in enumerate(counts)]
+    def look(self, counts: Sequence[Sequence[float]], rest: Callable[[], None] = lambda: None) -> None:
+        """Of each layer, how many tokens have chosen each expert of late; what was due by earlier ones is not.
+
+        Args:
+            rest: called after each layer, since one takes some milliseconds.
+        """
+        gains = list[tuple[float, Placement, int]]()
+        for layer, each in enumerate(counts):
+            gains.append((*self._gain(layer, each), layer))
+            rest()
         gains.sort(key=lambda found: (found[0], -found[2]))
         self._due = [(layer, placement) for gain, placement, layer in gains if gain > 0]
 
@@ -242,4 +249,5 @@ class Rebalancer:
     def _abandon(self) -> Abandon:
         move, self._move = self._move, None
         assert move is not None
+        self._due.clear()  # until the next look: others would probably end as this one
         return Abandon(move.version, move.layer)
