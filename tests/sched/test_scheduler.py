@@ -587,6 +587,24 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=40, stateful_step_count=25)
 
 
+def test_in_stages_where_the_one_whose_turn_it_is_gives_way_another_goes_on():
+    engine = make(num_blocks=6, budget=5, sequences=2, stages=2)
+    beam = SamplingParams(use_beam_search=True, n=1)
+    searches = [request("long", [1] * 193, 3, params=beam), request("short", [2], 2, params=beam)]
+    for search in searches:
+        engine.scheduler.add(search)
+    run(engine)
+    assert engine.hypotheses == {search.id: searched(search) for search in searches}
+
+
+def test_in_stages_a_prompt_that_is_favoured_and_on_its_way_is_in_no_other_step():
+    engine = make(num_blocks=2, budget=5, sequences=1, stages=2, policy="slack")
+    engine.scheduler.add(request("a", [1], 1))
+    engine.scheduler.add(request("b", [1, 2], 2, waited=20.0))
+    run(engine)
+    assert engine.out == {"a": expected([1], 1), "b": expected([1, 2], 2)}
+
+
 def run(engine: Engine) -> None:
     while engine.has_work:
         engine.step()

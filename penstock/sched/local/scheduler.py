@@ -478,19 +478,27 @@ class Scheduler:
         together = self._running if not self._alone else [s for s in self._running if s.id not in self._alone]
         for sequence in together:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
-        if self.stages > 1:  # each stage is to have its share of them, and those that waited longest come first
-            del decoding[-(-(len(together) + len(self._in_flight.ending)) // self.stages) :]
+        share = -(-(len(together) + len(self._in_flight.ending)) // self.stages)
+        # each stage is to have its share of them, and those that waited longest come first
+        decoding, others = decoding[:share], decoding[share:]
         builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
         if self._policy.steady and not (prefilling or self._waiting):
             self._decode(builder, decoding)
-            return builder
+        else:
+            self._decode_and_fill(builder, delay, decoding, prefilling)
+        if not builder.grants:  # those whose turn it was have perhaps given way
+            self._decode(builder, others)
+        return builder
+
+    def _decode_and_fill(
+        self, builder: StepBuilder, delay: Callable[[], float], decoding: list[Sequence], prefilling: list[Sequence]
+    ) -> None:
         allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
         self._decode(builder, allowance.decoding)
         self._fill(builder, allowance, prefilling)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         if self._offline_chunk.tokens is not None and all_offline(builder.grants):
             self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
-        return builder
 
     def _taking_turns(self, delay: Callable[[], float]) -> StepBuilder:
         """A step of one that is to run alone, or of all others; by turns, as far as there is room."""
@@ -752,6 +760,8 @@ class Scheduler:
         sequence = allowance.favoured
         if sequence is None or not sequence.blocks or sequence.id in self._alone:
             return
+        if sequence.id in self._in_flight.ending or sequence.id in self._migrating:
+            return  # it goes no further, for now or for good
         count, room = builder.grants.get(sequence, 0), len(sequence.blocks) + self.pool.available
         most = min(sequence.pending, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
         more = allowance.lengthened(sequence.computed, count, most) - count
