@@ -1,4 +1,4 @@
-"""`penstock serve`: an engine process, and in this one the frontend behind an HTTP server."""
+"""`penstock serve`: an engine process, or several, and in this one the frontend behind an HTTP server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.help import grouped
 from penstock.cli.http import ModelOptions, ServerOptions, allow_connections, bind, set_up_logging
@@ -30,6 +31,7 @@ from penstock.cli.options import (
 from penstock.cli.reloaded import check_files
 from penstock.cli.run_folder import run_folder
 from penstock.core.device import QUANTIZATIONS
+from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
 from penstock.core.parallel import MOST_RANKS
 from penstock.core.plan import BLOCK_TOKENS
@@ -40,7 +42,8 @@ from penstock.service.checkpoint import checked_override, find_checkpoint
 from penstock.text.reasoning import REASONING
 from penstock.text.tools import PARSERS as TOOL_PARSERS
 
-ENGINE = "engine-0"  # its instance's name
+if TYPE_CHECKING:
+    from penstock.service.supervisor import ProcessKind
 
 
 def device(name: str) -> str:
@@ -351,6 +354,12 @@ def run(args: argparse.Namespace) -> int:
     directory = find_checkpoint(args.model)
     served = {key: values.pop(key) for key in OF_MODEL}
     names = list(served.pop("served_model_name") or (args.model,))
+    meets = values["data_parallel_size"] > 1 and values["enable_expert_parallel"]
+    if meets and values["enable_sleep_mode"]:
+        raise ConfigError(
+            "enable-sleep-mode: true, with data-parallel-size and enable-expert-parallel allowed is false",
+            "enable-sleep-mode",
+        )
     model = ModelOptions(directory=directory, names=names, **served)
     keys = [option.key for option in SERVER_OPTIONS if option.key not in OF_MODEL]
     server = ServerOptions(**{key: values[key] for key in keys})
@@ -359,22 +368,33 @@ def run(args: argparse.Namespace) -> int:
     allow_connections()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server handles it: exit cleanly
     listener = bind(server.host, server.port)
+    count = values["data_parallel_size"]
     with run_folder() as folder:
-        settings = engine_settings(f"ipc://{folder}/{ENGINE}", engine_options(directory, values), server)
-        place = {"address": settings["address"], "socket": folder / ENGINE}
-        program = make_program(ENGINE, "engine", settings, folder / "heartbeat", **place)
+        programs = [
+            make_program(
+                settings["name"],
+                "engine",
+                settings,
+                folder / f"{settings['name']}.heartbeat",
+                address=settings["address"],
+                socket=folder / settings["name"],
+            )
+            for settings in engine_settings(folder, engine_options(directory, values), server, count)
+        ]
         # the third failure in a row ends the server
         restart = RestartPolicy(backoff=0.5, limit=2, heartbeat_timeout=5.0)
-        supervisor = Supervisor([program], restart, server.drain_timeout)
+        supervisor = Supervisor(programs, restart, server.drain_timeout)
         clock = SystemClock()
-        with contextlib.closing(Launcher([program], supervisor, clock, {})) as launcher:
-            launcher.step()  # the engine loads while this process does
+        with contextlib.closing(Launcher(programs, supervisor, clock, _environments(count))) as launcher:
+            launcher.step()  # engines load while this process does
             import uvloop
 
-            from penstock.cli.served import SingleEngine, serve
+            from penstock.cli.served import Engines, serve
 
-            engine = SingleEngine(ENGINE, launcher, supervisor, clock)
-            return uvloop.run(serve(server, model, engine, settings["address"], listener, values["flight_recorder"]))
+            engines = Engines(
+                {program.name: program.address or "" for program in programs}, launcher, supervisor, clock
+            )
+            return uvloop.run(serve(server, model, engines, listener, values["flight_recorder"]))
 
 
 def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -385,16 +405,30 @@ def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     return {"model": str(directory), **chosen}
 
 
-def engine_settings(address: str, options: dict[str, Any], server: ServerOptions) -> dict[str, Any]:
-    """The settings of the engine's process."""
-    return {
-        "name": ENGINE,
-        "address": address,
-        "parent": os.getpid(),
-        "role": "any",
-        "options": options,
-        "kv_pool": None,
-        "transport": None,
-        "log_level": server.log_level,
-        "log_format": server.log_format,
-    }
+def engine_settings(
+    folder: Path, options: dict[str, Any], server: ServerOptions, count: int
+) -> Iterator[dict[str, Any]]:
+    """The settings of each engine's process, of so many."""
+    for group in range(count):
+        name = f"engine-{group}"
+        way = {"data_parallel_rank": group, "data_parallel_address": f"{folder}/groups"} if count > 1 else {}
+        yield {
+            "name": name,
+            "address": f"ipc://{folder}/{name}",
+            "parent": os.getpid(),
+            "role": "any",
+            "options": options | way,
+            "kv_pool": None,
+            "transport": None,
+            "log_level": server.log_level,
+            "log_format": server.log_format,
+            **({"shown_as": name} if count > 1 else {}),
+        }
+
+
+def _environments(engines: int) -> dict[ProcessKind, Mapping[str, str]]:
+    """Several engines share the cores."""
+    if engines == 1:
+        return {}
+    threads = max(1, len(os.sched_getaffinity(0)) // engines)
+    return {"engine": {"OMP_NUM_THREADS": str(threads), **os.environ}}

@@ -1,4 +1,4 @@
-"""`penstock serve` while it runs: the HTTP server in this process, and what keeps its only engine running."""
+"""`penstock serve` while it runs: the HTTP server in this process, and what keeps its engines running."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Mapping
 
 from penstock.cli.http import ModelOptions, ServerOptions, Site, make_site
 from penstock.core.clock import Clock
@@ -20,20 +21,21 @@ from penstock.service.supervisor import CANNOT_BE_SERVED, Supervisor
 log = logging.getLogger("penstock.server")
 
 
-class SingleEngine:
-    """Restarts the only engine.
+class Engines:
+    """Restarts the engines.
 
     Attributes:
+        addresses: by their names.
         began: when that was begun, by the clock.
     """
 
-    def __init__(self, name: str, launcher: Launcher, supervisor: Supervisor, clock: Clock) -> None:
-        self.name = name
+    def __init__(self, addresses: Mapping[str, str], launcher: Launcher, supervisor: Supervisor, clock: Clock) -> None:
+        self.addresses = addresses
         self._launcher, self._supervisor, self._clock = launcher, supervisor, clock
         self.began = clock.now()
 
     async def run(self, site: Site) -> None:
-        """Run until the engine has failed for good; then all requests end with an error, and then the server."""
+        """Run until the engines have failed for good; then all requests end with an error, and then the server."""
         (frontend,), (placement,) = site.models.frontends, site.placements
         engine_client = frontend.engine_client
         while not self._supervisor.failure:
@@ -51,7 +53,7 @@ class SingleEngine:
         site.stop()
 
     async def end(self) -> int:
-        """Stop the engine; returns the server's exit code."""
+        """Stop the engines; returns the server's exit code."""
         if not self._supervisor.stopping:
             self._supervisor.stop(self._clock.now())
         while not self._supervisor.over:
@@ -63,20 +65,19 @@ class SingleEngine:
 async def serve(
     options: ServerOptions,
     model: ModelOptions,
-    engine: SingleEngine,
-    address: str,
+    engines: Engines,
     listener: socket.socket,
     flight_recorder: str | None,
 ) -> int:
-    """Run the HTTP server until a signal, or until the engine cannot be kept up; returns the exit code."""
-    registry = LocalRegistry([Endpoint(engine.name, address)])
-    site = make_site(options, [(model, registry)], listener, "frontend-0", engine.began, flight_recorder)
+    """Run the HTTP server until a signal, or until the engines cannot be kept up; returns the exit code."""
+    registry = LocalRegistry([Endpoint(*each) for each in engines.addresses.items()])
+    site = make_site(options, [(model, registry)], listener, "frontend-0", engines.began, flight_recorder)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, site.drain)
     if not has_terminal():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, site.reload)
     try:
-        await site.run(engine.run(site))
+        await site.run(engines.run(site))
     finally:
         await site.close()
-    return await engine.end()
+    return await engines.end()
