@@ -101,8 +101,7 @@ def test_steps_go_on_while_experts_are_loaded_and_then_ranks_have_equally_much(f
         assert before.busiest > 1.3
         may.set()
         after = run(built, expected, lambda load: load.switches)
-        even = run(built, expected, lambda load: load.looks > after.looks + 1)
-        assert even.busiest < 1.1
+        run(built, expected, lambda load: load.looks > after.looks + 1 and load.busiest < 1.1)
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -119,7 +118,8 @@ def test_experts_move_between_data_parallel_groups(folder, expected, tmp_path, t
     groups = [{"data_parallel_rank": i, "data_parallel_address": str(tmp_path / "door")} for i in range(2)]
     layout = {"data_parallel_size": 2, "enable_expert_parallel": True, "tensor_parallel_size": tensor}
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda group: build(folder, CONFIG, **layout, **group), groups)
+        config = CONFIG | {"window_size": 4 * INTERVAL, "step_interval": 4 * INTERVAL}  # steps of groups mix by chance
+        first, second = pool.map(lambda group: build(folder, config, **layout, **group), groups)
         load = first.engine.executor
 
         def serve(built):
@@ -130,12 +130,11 @@ def test_experts_move_between_data_parallel_groups(folder, expected, tmp_path, t
             if load.expert_load.switches:
                 break
         before = load.expert_load
-        even = run(first, expected, lambda load: load.looks > before.looks + 1, scored=True)
+        run(first, expected, lambda load: load.looks > before.looks and load.busiest < 1.1, scored=True)
         placed = [[e.placement for e in built.worker.experts._layers.values()] for built in (first, second)]
         assert placed[0] == placed[1]
         list(pool.map(lambda built: built.close(), (first, second)))
     assert before.switches
-    assert even.busiest < 1.1
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -172,8 +171,7 @@ def test_stages_are_balanced_each(folder, expected):
     """Rank 0 has not all layers, and asks others for what they have counted."""
     with closing(build(folder, CONFIG, **RANKS, pipeline_parallel_size=2)) as built:
         after = run(built, expected, lambda load: load.switches > 1, scored=True)
-        even = run(built, expected, lambda load: load.looks > after.looks + 1, scored=True)
-        assert even.busiest < 1.1
+        run(built, expected, lambda load: load.looks > after.looks + 1 and load.busiest < 1.1, scored=True)
 
 
 @pytest.mark.slow
@@ -199,7 +197,7 @@ def test_what_was_moved_is_moved_again_after_a_sleep(folder, expected):
         built.memory.wake_up(PARTS)
         assert [experts.placement for experts in loader._layers.values()] == placed
         looks = built.engine.executor.expert_load.looks
-        assert run(built, expected, lambda load: load.looks > looks + 1).busiest < 1.1
+        run(built, expected, lambda load: load.looks > looks + 1 and load.busiest < 1.1)
 
 
 @pytest.mark.parametrize(
