@@ -23,7 +23,7 @@ from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.memory import check_asked, size_cache
-from penstock.engine.options import DBO, EPLB, EngineOptions, check_options, device_of
+from penstock.engine.options import DBO, EngineOptions, check_options, device_of
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
@@ -318,9 +318,8 @@ def _check_groups(options: EngineOptions, device: torch.device) -> None:
     if not 0 <= options.data_parallel_rank < options.data_parallel_size:
         allowed = f"allowed is 0 to {options.data_parallel_size - 1}"
         raise ConfigError(f"data-parallel-rank: {options.data_parallel_rank}, {allowed}", "data-parallel-rank")
-    for name, asked in ((EPLB, options.enable_eplb), (DBO, options.enable_dbo)):
-        if asked:
-            raise ConfigError(f"{name}: true, with {what} allowed is false", name)
+    if options.enable_dbo:
+        raise ConfigError(f"{DBO}: true, with {what} allowed is false", DBO)
     speculation = make_speculation(options.speculative_config)
     if speculation is not None and speculation.head is not None:  # which drafts more often in one group than in another
         why = f"method {speculation.head}, with {what} allowed are ngram and off"

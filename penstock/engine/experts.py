@@ -17,11 +17,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from penstock.core.errors import ConfigError
 from penstock.core.parallel import Placement, Switch
 from penstock.core.plan import StepPlan
-from penstock.core.wire.rank import Brought, Counted, CountExperts, DropExperts, LoadExperts
+from penstock.core.wire.rank import Brought, Counted, CountExperts, DropExperts, Holds, LoadExperts, SwitchExperts
 from penstock.engine.executor.base import ExpertLoad
 from penstock.engine.options import EngineOptions
 from penstock.nn import native
@@ -42,11 +43,14 @@ from penstock.sched.parallel.rebalancing import (
     make_eplb,
 )
 
+if TYPE_CHECKING:
+    from penstock.engine.executor.groups import GroupMemory
+
 log = logging.getLogger("penstock.engine")
 NICE = 10  # of threads that load, beside those that compute
 REST = 0.01  # seconds that what decides leaves the interpreter to what computes, after each layer
 LOOK = 0.5  # seconds between two looks whether a rank is late
-ExpertOrder = LoadExperts | DropExperts | CountExperts
+ExpertOrder = LoadExperts | DropExperts | CountExperts | SwitchExperts
 Answer = Brought | Counted
 Totals = tuple[Sequence[int], Sequence[int]]  # of a layer so far: rows that each expert has had, and that each rank
 
@@ -95,7 +99,7 @@ class ExpertLoader:
     def config(self) -> DecoderConfig:
         return self._model.config
 
-    def hear(self, order: ExpertOrder) -> None:
+    def hear(self, order: LoadExperts | DropExperts | CountExperts) -> None:
         """From any thread."""
         if isinstance(order, CountExperts):
             for layer, (counts, loads) in self.totals().items():
@@ -156,7 +160,7 @@ class ExpertLoader:
             if isinstance(order, DropExperts):
                 self._drop(order)
             elif order.layer in self._own:
-                self.tell(Brought(order.version, self._load(order)))
+                self.tell(Brought(self._rank, order.version, self._load(order)))
 
     def _load(self, order: LoadExperts) -> str:
         """Returns what went wrong, or ""."""
@@ -203,24 +207,63 @@ class ExpertLoader:
                 self._layers[order.layer].forget()
 
 
+class SwitchGate:
+    """At rank 0 of a data-parallel group: a switch that all groups do before the same step.
+
+    It is known to all before group 0 says, in the memory that they share, which step that is. That is one that no group
+    has begun: none can before group 0 has ended the step that it begins then.
+    """
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._memory, self._begun = memory, 0
+        self._held: Switch | None = None
+
+    def hold(self, switch: Switch) -> None:
+        self._held = switch
+
+    def announce(self) -> None:
+        """At group 0, when all hold it, as the next step begins."""
+        self._memory.switch_at = self._begun + 1 + self._memory.ahead
+
+    def next(self, plan: StepPlan) -> StepPlan:
+        """What ranks are to run for a plan; each step has one."""
+        self._begun += 1
+        if (switch := self._held) is None or self._memory.switch_at != self._begun:
+            return plan
+        self._held = None
+        return replace(plan, switch=switch)
+
+
 class ExpertBalance:
-    """At rank 0: counts what ranks do, and tells them what to load and when to switch.
+    """At rank 0, of group 0 where there are several: counts what ranks do, and tells them what to load, and to switch.
 
     Args:
         rebalancer: decides.
         steps: how often, and over how many.
-        tell: all ranks, this one too; it must not block.
+        tell: all ranks, this one too.
+        counting: ranks of a layer that have counted different rows of it.
+        gate: to other groups, and how many there are.
     """
 
-    def __init__(self, rebalancer: Rebalancer, steps: EplbConfig, tell: Callable[[ExpertOrder], None]) -> None:
+    def __init__(
+        self,
+        rebalancer: Rebalancer,
+        steps: EplbConfig,
+        tell: Callable[[ExpertOrder], None],
+        counting: int = 1,
+        gate: SwitchGate | None = None,
+        others: int = 0,
+    ) -> None:
         self.load = ExpertLoad()
         self._rebalancer, self._config, self._tell = rebalancer, steps, tell
+        self._gate, self._others = gate, others
         self._events: SimpleQueue[Callable[[], Order | None]] = SimpleQueue()
-        self._switches: deque[Switch] = deque()
+        self._switches: deque[Switch] = deque()  # that may be done
+        self._waiting: tuple[Switch, int] | None = None  # and by so many other groups it is not yet known
         self._steps = 0
         self._due = self._next_count(0)
-        self._count = len(rebalancer.placements)
-        self._counted: dict[int, dict[int, Totals]] = {}  # after so many steps; what a window begins with, or is to
+        self._count = counting * len(rebalancer.placements)
+        self._counted: dict[int, _Totals] = {}  # after so many steps; what a window begins with, or is to
         threading.Thread(target=self._work, name="penstock-expert-balance", daemon=True).start()
 
     def next(self, plan: StepPlan) -> StepPlan:
@@ -229,18 +272,26 @@ class ExpertBalance:
         if self._steps == self._due:
             self._events.put(partial(self._ask, self._steps))
             self._due = self._next_count(self._steps)
-        if not self._switches:
-            return plan
-        switch = self._switches.popleft()
-        self._events.put(partial(self._switched, switch))
-        return replace(plan, switch=switch)
+        if self._gate is not None:
+            if self._switches:
+                self._switches.popleft()
+                self._gate.announce()
+            plan = self._gate.next(plan)
+        elif self._switches:
+            plan = replace(plan, switch=self._switches.popleft())
+        if plan.switch is not None:
+            self._events.put(partial(self._switched, plan.switch))
+        return plan
 
-    def hear(self, rank: int, answer: Answer) -> None:
-        """Of a rank, counted among those that share a stage. From any thread."""
-        if isinstance(answer, Counted):
-            self._events.put(partial(self._add, answer))
-        else:
-            self._events.put(partial(self._brought, rank, answer))
+    def hear(self, answer: Answer | Holds) -> None:
+        """From any thread."""
+        match answer:
+            case Counted():
+                self._events.put(partial(self._add, answer))
+            case Holds(version):
+                self._events.put(partial(self._held, version))
+            case Brought():
+                self._events.put(partial(self._brought, answer))
 
     def _next_count(self, steps: int) -> int:
         """When a window begins or ends, after so many steps."""
@@ -262,31 +313,40 @@ class ExpertBalance:
         match order:
             case Prepare(version, layer, loads):
                 self._tell(LoadExperts(version, layer, list(loads)))
+            case Switch() if self._gate is not None:
+                self._waiting = order, self._others
+                self._gate.hold(order)
+                self._tell(SwitchExperts(order))
             case Switch():
                 self._switches.append(order)
             case Abandon(version, layer):
                 log.warning("experts of layer %d stay where they are", layer)
                 self._tell(DropExperts(version, layer))
 
+    def _held(self, version: int) -> None:
+        """Another group knows of a switch."""
+        if self._waiting is None or self._waiting[0].version != version:
+            return
+        switch, missing = self._waiting
+        self._waiting = (switch, missing - 1) if missing > 1 else None
+        if self._waiting is None:
+            self._switches.append(switch)
+
     def _ask(self, steps: int) -> None:
-        self._counted[steps] = {}
+        self._counted[steps] = _Totals()
         self._tell(CountExperts(steps))
 
     def _add(self, counted: Counted) -> None:
-        found = self._counted[counted.number]
-        found[counted.layer] = counted.counts, counted.loads
-        if len(found) == self._count and counted.number % self._config.step_interval == 0:
+        if (found := self._counted.get(counted.number)) is None:
+            return
+        found.add(counted)
+        if found.answers == self._count and counted.number % self._config.step_interval == 0:
             self._look(counted.number)
 
     def _look(self, steps: int) -> None:
         """A window has ended."""
         began = steps - self._config.window_size
-        found, before = self._counted[steps], self._counted.get(began, {})
-        counts, loads = list[list[int]](), list[list[int]]()
-        for layer, (now_counts, now_loads) in sorted(found.items()):
-            then_counts, then_loads = before.get(layer, ([0] * len(now_counts), [0] * len(now_loads)))
-            counts.append([a - b for a, b in zip(now_counts, then_counts, strict=True)])
-            loads.append([a - b for a, b in zip(now_loads, then_loads, strict=True)])
+        counts, loads = self._counted[steps].since(self._counted.get(began))
         self._counted = {at: totals for at, totals in self._counted.items() if at > began}
         mean = sum(map(sum, loads)) / len(loads[0])
         busiest = sum(map(max, loads)) / mean if mean else 1.0
@@ -295,14 +355,45 @@ class ExpertBalance:
             log.info("steps %d to %d: the busiest rank computed %.3f times the mean", began, steps, busiest)
         self._rebalancer.look(counts, partial(time.sleep, REST))
 
-    def _brought(self, rank: int, brought: Brought) -> Order | None:
+    def _brought(self, brought: Brought) -> Order | None:
         if brought.error:
             return self._rebalancer.failed(brought.version)
-        return self._rebalancer.ready(rank, brought.version)
+        return self._rebalancer.ready(brought.rank, brought.version)
 
     def _switched(self, switch: Switch) -> None:
         self.load = replace(self.load, switches=self.load.switches + 1)
         self._rebalancer.switched(switch.version)
+
+
+class _Totals:
+    """What ranks have counted, up to the same step, of all layers.
+
+    Attributes:
+        answers: that have come.
+    """
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self._of_layers: dict[int, Totals] = {}
+
+    def add(self, counted: Counted) -> None:
+        self.answers += 1
+        counts, loads = self._of_layers.get(counted.layer, ([0] * len(counted.counts), [0] * len(counted.loads)))
+        self._of_layers[counted.layer] = _sum(counts, counted.counts), _sum(loads, counted.loads)
+
+    def since(self, before: _Totals | None) -> tuple[list[list[int]], list[list[int]]]:
+        """Of each layer counts, and loads."""
+        counts, loads = list[list[int]](), list[list[int]]()
+        for layer, (now_counts, now_loads) in sorted(self._of_layers.items()):
+            none = [0] * len(now_counts), [0] * len(now_loads)
+            then = none if before is None else before._of_layers.get(layer, none)
+            counts.append([a - b for a, b in zip(now_counts, then[0], strict=True)])
+            loads.append([a - b for a, b in zip(now_loads, then[1], strict=True)])
+        return counts, loads
+
+
+def _sum(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def expert_ranks(options: EngineOptions, config: DecoderConfig) -> ExpertRanks:

@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_ends_all_groups(folders, tmp_path):
             {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
             "method mtp, with data-parallel-size",
         ),
-        ({"enable_eplb": True}, "enable-eplb: true, with data-parallel-size: 2 with enable-expert-parallel allowed is"),
+        ({"enable_dbo": True}, "enable-dbo: true, with data-parallel-size: 2 with enable-expert-parallel allowed is"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(folders, tmp_path, options, says):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.core.memory import Part
+from penstock.core.parallel import Switch
 from penstock.core.wire.codec import decoder
 
 MAX_MESSAGE = 64 << 10  # bytes
@@ -97,10 +98,28 @@ class CountExperts(msgspec.Struct, tag=True, frozen=True):
 
 
 class Brought(msgspec.Struct, tag=True, frozen=True):
-    """The experts of `LoadExperts` are there, or they are not, for the reason that `error` gives."""
+    """The experts of `LoadExperts` are there, or they are not, for the reason that `error` gives.
 
+    Attributes:
+        rank: among those that share the layer.
+    """
+
+    rank: int
     version: int
     error: str = ""
+
+
+class SwitchExperts(msgspec.Struct, tag=True, frozen=True):
+    """From group 0 to the others: do it before the step that it will say, in the memory that all share. `Holds` answers
+    it."""
+
+    switch: Switch
+
+
+class Holds(msgspec.Struct, tag=True, frozen=True):
+    """A group knows of a switch."""
+
+    version: int
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True):
@@ -190,4 +209,7 @@ FromRank = Gives | Loaded | Opened | Computed | Brought | Counted | Logged | End
 decode_from_rank = decoder(FromRank).decode
 ToRank = WeightSources | OpenCache | Rest | Resume | LoadExperts | DropExperts | CountExperts
 decode_to_rank = decoder(ToRank).decode
-decode_from_group = decoder(Joins | Refused | Leaves).decode
+FromGroup = (
+    Joins | Refused | Leaves | LoadExperts | DropExperts | CountExperts | SwitchExperts | Brought | Counted | Holds
+)
+decode_from_group = decoder(FromGroup).decode

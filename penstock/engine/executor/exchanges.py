@@ -62,7 +62,8 @@ class Desk:
 
 
 def _slots(layout: Layout) -> int:
-    return max(4, layout.pipeline + 2)
+    """More than plans that nobody has read: those of other groups go on with what each of these has begun."""
+    return 2 + (layout.data if layout.meets else 1) * max(2, layout.pipeline)
 
 
 def _meets(layout: Layout) -> bool:

@@ -22,10 +22,10 @@ from pathlib import Path
 from penstock.core.errors import ConfigError, RankFailed, Unavailable
 from penstock.core.parallel import Layout
 from penstock.core.wire.codec import encode
-from penstock.core.wire.rank import MAX_MESSAGE, Joins, Leaves, Refused, decode_from_group
+from penstock.core.wire.rank import MAX_MESSAGE, FromGroup, Joins, Leaves, Refused, decode_from_group
 from penstock.engine.options import EngineOptions
 from penstock.nn.linear import Shard
-from penstock.nn.ranks import SharedMemoryRanks
+from penstock.nn.ranks import PAGE, SharedMemoryRanks
 
 log = logging.getLogger("penstock.engine")
 LOOK = 0.5  # seconds between two looks whether the parent process is there
@@ -40,6 +40,7 @@ class GroupMemory:
     Attributes:
         fd: of the memory, zeros at first.
         steps: this group among all; by it is known which steps were begun.
+        ahead: steps that another group may have begun before this one has ended one that it has not begun.
     """
 
     def __init__(self, fd: int, layout: Layout, group: int) -> None:
@@ -47,11 +48,22 @@ class GroupMemory:
         self._memory = mmap.mmap(fd, self.bytes_for(layout))
         self.steps = SharedMemoryRanks(self._memory, group, layout.data)
         self._first = SharedMemoryRanks.bytes_for(layout.data)
+        self.ahead = layout.data * max(2, layout.pipeline)
+        self._word = memoryview(self._memory)[self.bytes_for(layout) - PAGE :].cast("q")
+
+    @property
+    def switch_at(self) -> int:
+        """Before which step experts are switched that all groups know of."""
+        return self._word[0]
+
+    @switch_at.setter
+    def switch_at(self, step: int) -> None:
+        self._word[0] = step
 
     @staticmethod
     def bytes_for(layout: Layout) -> int:
         of_stage = SharedMemoryRanks.bytes_for(layout.tensor * layout.data)
-        return SharedMemoryRanks.bytes_for(layout.data) + layout.pipeline * of_stage
+        return SharedMemoryRanks.bytes_for(layout.data) + layout.pipeline * of_stage + PAGE
 
     def experts(self, stage: int, shard: int, parent: int = 0) -> Shard:
         """A rank of this group among all that share a stage's experts."""
@@ -91,6 +103,7 @@ class Groups:
         self._links: dict[int, tuple[int, socket.socket]] = {}  # group -> process and link
         fd = self._open_door() if self._group == 0 else self._knock()
         self.memory = GroupMemory(fd, self._layout, self._group)
+        self.heard: Callable[[FromGroup], None] = _nobody  # of all but who joins and leaves; from a thread
         self._left: set[int] = set()
         self._over = threading.Event()
         self._closing = False
@@ -184,7 +197,7 @@ class Groups:
                 with suppress(OSError):
                     data = link.recv(MAX_MESSAGE)
                 if data:
-                    self._leave(groups[fd])
+                    self._hear(groups[fd], data)
                 elif self._over.is_set() or self._closing:
                     return
                 else:
@@ -192,6 +205,26 @@ class Groups:
                     failed(RankFailed(f"data-parallel group {groups[fd]} (process {process}) has ended"))
                     self._over.set()
                     return
+
+    def _hear(self, group: int, data: bytes) -> None:
+        match decode_from_group(data):
+            case Leaves():
+                self._leave(group)
+            case Joins() | Refused():
+                log.warning("data-parallel group %d has joined already", group)
+            case message:
+                self.heard(message)
+
+    def tell(self, message: FromGroup) -> None:
+        """All groups that this one is linked with: of group 0 all others, of these group 0. From any thread."""
+        data = encode(message)
+        for _, link in self._links.values():
+            waiter = select.poll()
+            waiter.register(link, select.POLLOUT)
+            with suppress(OSError):  # the watch will notice
+                while not waiter.poll(LOOK * 1e3) and not self._over.is_set():
+                    pass
+                link.send(data)
 
     def _leave(self, group: int) -> None:
         """It will begin nothing any more. Group 0 hears it of all, the others of it, when all have said so."""
@@ -219,3 +252,7 @@ class Groups:
         self.memory.fail()
         for _, link in self._links.values():
             link.close()
+
+
+def _nobody(message: FromGroup) -> None:
+    log.warning("%s of another data-parallel group was dropped", type(message).__name__)

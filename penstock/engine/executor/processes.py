@@ -42,14 +42,19 @@ from penstock.core.wire.rank import (
     Computed,
     Counted,
     CountExperts,
+    DropExperts,
     Ended,
+    FromGroup,
     Gives,
+    Holds,
     Loaded,
+    LoadExperts,
     Logged,
     OpenCache,
     Opened,
     Rest,
     Resume,
+    SwitchExperts,
     WeightSources,
     decode_from_rank,
 )
@@ -59,7 +64,7 @@ from penstock.engine.executor.groups import Groups
 from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.pipeline import Answers, PipelineExecutor
 from penstock.engine.executor.plans import decode_answer, encode_plan
-from penstock.engine.experts import ExpertBalance, ExpertLoader, ExpertOrder, expert_ranks
+from penstock.engine.experts import ExpertBalance, ExpertLoader, ExpertOrder, SwitchGate, expert_ranks
 from penstock.engine.micro_batches import SplitSteps
 from penstock.engine.options import EngineOptions
 from penstock.engine.weights import WeightManager, passed
@@ -69,6 +74,7 @@ from penstock.transfer.memory import PoolMemory
 if TYPE_CHECKING:
     from penstock.engine.runner import Runner
     from penstock.engine.worker import Worker
+    from penstock.nn.config import DecoderConfig
 
 log = logging.getLogger("penstock.engine")
 LOOK = 1.0  # seconds between two looks at a rank that is waited for
@@ -145,6 +151,8 @@ class RankProcesses:
         self._answers: Answers | None = None  # that somebody waits for
         self.failure: RankFailed | ConfigError | None = None
         self.balance: ExpertBalance | None = None
+        self._gate: SwitchGate | None = None
+        self._answer: Callable[[Brought | Counted], None] | None = None  # of what ranks say of experts
         self.split_steps: SplitSteps | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -202,17 +210,64 @@ class RankProcesses:
 
     def balance_experts(self, own: ExpertLoader, options: EngineOptions) -> None:
         """Keep the load of experts even from now on."""
-        ranks, config = expert_ranks(options, own.config), make_eplb(options.eplb_config)
+        groups, layout = self.groups, self._layout
 
-        def tell(order: ExpertOrder) -> None:
+        def here(order: LoadExperts | DropExperts | CountExperts) -> None:
             own.hear(order)
             for rank in self.others:
-                if not isinstance(order, CountExperts) or self._layout.place(rank.rank).shard == 0:
+                # ranks of a group count the same rows, unless each sends other groups some of them
+                if groups is not None or not isinstance(order, CountExperts) or layout.place(rank.rank).shard == 0:
                     with suppress(OSError):  # whoever watches will notice
                         rank.link.send(encode(order))
 
-        self.balance = ExpertBalance(Rebalancer(ranks), config, tell)
-        own.tell = partial(self.balance.hear, 0)
+        if groups is not None:
+            self._gate = SwitchGate(groups.memory)
+        if groups is not None and options.data_parallel_rank > 0:
+            self._answer = groups.tell
+            groups.heard = partial(self._obey, here, groups)
+        else:
+            self.balance = self._balance(here, options, own.config)
+            self._answer = self.balance.hear
+            if groups is not None:
+                groups.heard = self._hear_group
+        own.tell = self._answer
+
+    def _balance(
+        self,
+        here: Callable[[LoadExperts | DropExperts | CountExperts], None],
+        options: EngineOptions,
+        config: DecoderConfig,
+    ) -> ExpertBalance:
+        ranks, groups = expert_ranks(options, config), self.groups
+
+        def tell(order: ExpertOrder) -> None:
+            if groups is not None:
+                groups.tell(order)
+            if not isinstance(order, SwitchExperts):
+                here(order)
+
+        rebalancer, steps = Rebalancer(ranks), make_eplb(options.eplb_config)
+        if groups is None:
+            return ExpertBalance(rebalancer, steps, tell)
+        return ExpertBalance(rebalancer, steps, tell, ranks.ranks, self._gate, options.data_parallel_size - 1)
+
+    def _hear_group(self, message: FromGroup) -> None:
+        """At group 0."""
+        assert isinstance(message, Brought | Counted | Holds)
+        assert self.balance is not None
+        self.balance.hear(message)
+
+    def _obey(
+        self, here: Callable[[LoadExperts | DropExperts | CountExperts], None], groups: Groups, message: FromGroup
+    ) -> None:
+        """At the others, what group 0 has said."""
+        match message:
+            case SwitchExperts(switch):
+                assert self._gate is not None
+                self._gate.hold(switch)
+                groups.tell(Holds(switch.version))
+            case LoadExperts() | DropExperts() | CountExperts():
+                here(message)
 
     def split_steps_of(self, runner: Runner) -> SplitSteps:
         """Rank 0's runner, with which steps are two micro-batches where that pays."""
@@ -236,6 +291,8 @@ class RankProcesses:
         the last ones have been run: two, or as many as there are stages."""
         if self.balance is not None:
             plan = self.balance.next(plan)
+        elif self._gate is not None:
+            plan = self._gate.next(plan)
         if self.split_steps is not None:
             plan = self.split_steps.next(plan)
         self._post(encode_plan(plan))
@@ -354,8 +411,8 @@ class RankProcesses:
                 assert self._answers is not None
                 self._answers.put(decode_answer(self._desk.next_answer(size)))
             case Brought() | Counted() as answer:
-                assert self.balance is not None
-                self.balance.hear(self._layout.place(rank.rank).shard, answer)
+                assert self._answer is not None
+                self._answer(answer)
             case Logged(logger, level, text):
                 logging.getLogger(logger).log(level, "rank %d: %s", rank.rank, text)
             case Ended(text, wrong_option, field):
