@@ -76,10 +76,10 @@ class Built:
 
     def trial(self) -> Callable[[StepPlan], object]:
         """Runs plans outside of the engine, while it has no work: in blocks of their own, or, where several ranks must
-        have the same, in the first of its cache."""
+        have the same, in some of its cache."""
         if self.worker.shard == WHOLE:
             return trial(self.worker.runner.forward)
-        return lambda plan: self.engine.executor.launch(plan).result()
+        return self.engine.try_out
 
     def close(self) -> None:
         """Release the KV memory; the engine cannot be used afterwards."""

@@ -183,6 +183,17 @@ class Engine:
         step = self.end(wait=True)
         return (step.outputs, step.plan.num_tokens) if step is not None else ([], 0)
 
+    def try_out(self, plan: StepPlan) -> None:
+        """Run a plan while there is no work, in as many free blocks as it names."""
+        blocks = self.scheduler.pool.allocate(len(plan.fresh_blocks))
+        try:
+            if self._ledger is not None:
+                self._ledger.clear(blocks)
+            steps = tuple(replace(step, blocks=tuple(blocks)) for step in plan.sequences)
+            self.executor.launch(StepPlan(steps, tuple(blocks))).result()
+        finally:
+            self.scheduler.pool.release(blocks)
+
     def begin(self) -> StepPlan | None:
         """Schedule the next step. None when enough steps are in flight, or when there is no work or no room."""
         self.move()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.parallel import DATA, EXPERTS
 from penstock.service.deployment import Deployment, Group
 
 RUNS_IT = ("policy", "live_roles", "priorities")  # what only the master needs to know
@@ -94,10 +95,9 @@ def _fixed(running: Deployment, wanted: Deployment, new_model: bool) -> Iterator
                 yield _refusal(_shown(key), "another value", why)
     if running.ray is not None and new_model:
         yield "model: another checkpoint, allowed with launcher ray is the same: its nodes are not asked what they have"
-    meet = any(group.layout.meets for group in (*running.groups, *wanted.groups))
-    if meet and (new_model or running.groups != wanted.groups):
-        why = "allowed with data-parallel-size and enable-expert-parallel is what they began with: they start together"
-        yield f"instances: another value, {why}"
+    meeting = [[group for group in deployment.groups if group.layout.meets] for deployment in (running, wanted)]
+    if meeting[0] != meeting[1] or (new_model and meeting[0]):
+        yield f"{DATA}: another group, with {EXPERTS} allowed is what it began with: its instances start together"
     if wanted.orphans != running.orphans:
         yield _refusal("kv-pool.orphans", wanted.orphans, running.orphans)
     if None not in (wanted.transport, running.transport) and wanted.transport != running.transport:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.core.parallel import DATA, EXPERTS
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.deployment import (
     ADOPTED,
@@ -119,6 +120,7 @@ class ModelSection:
         if warm_pool:
             self._check_warm_pool(groups, ray is not None)
         self._check_groups(groups, shares, alone=cluster is None, ray=ray is not None)
+        self._check_meetings(groups, ray is not None, server["enable_sleep_mode"])
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
         if cluster is not None:
             linked |= bool(groups) and all(group.shares_memory for group in groups)
@@ -301,7 +303,6 @@ class ModelSection:
         self._check_devices(groups)
         self._check_sizes(groups)
         self._check_launcher(groups, ray)
-        self._check_meetings(groups, ray)
         if not ray:
             self._check_memory(groups, shares)
             self._check_gpu_memory(groups, shares)
@@ -378,21 +379,21 @@ class ModelSection:
             if ray and kind_of(group.device) == "cuda" and group.device != "cuda":
                 self.file.complain(spots["device"], f"{group.device!r}, allowed with launcher ray is cuda: Ray chooses")
 
-    def _check_meetings(self, groups: Sequence[Group], ray: bool) -> None:
+    def _check_meetings(self, groups: Sequence[Group], ray: bool, sleeps: bool) -> None:
         """Data-parallel groups among which experts are spread start, compute and end together."""
         for group, spots in zip(groups, self.group_spots, strict=True):
             if not group.layout.meets:
                 continue
-            spot = spots.get("data-parallel-size", spots[""])
-            what = f"{spot.shown}, with enable-expert-parallel allowed"
+            spot, together = spots.get(DATA, spots[""]), f"with {DATA} and {EXPERTS}"
             if ray:
-                self.file.complain(spot, f"{what} with launcher local alone: groups share memory of one host")
-            if "scaling" in self.spots:
-                self.file.complain(spot, f"{what} only without scaling: groups are there together")
+                self.file.complain(spot, f"{spot.shown}, allowed {together} is launcher local: they share memory")
             if kind_of(group.device) == "cuda":
-                self.file.complain(spot, f"{what} with device cpu alone, so far")
-            if "enable-sleep-mode" in self.top:
-                self.file.complain(spot, f"{what} only without enable-sleep-mode: groups compute together")
+                self.file.complain(spot, f"{spot.shown}, allowed {together} is device cpu, so far")
+            if group.more:
+                self.file.complain(self.spots["scaling"], f"given, allowed is nothing {together}: all start together")
+            if sleeps:
+                why = f"allowed is false {together}: who sleeps cannot compute for the others"
+                self.file.complain(self.top["enable-sleep-mode"], f"true, {why}")
 
     def _check_warm_pool(self, groups: Sequence[Group], ray: bool) -> None:
         spot = self.top["warm-pool"]

@@ -88,9 +88,7 @@ def _plan_model(
         settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None, master is not None)
         settings["options"] = engine_fields(group, number)
         if group.layout.meets:
-            unit, rank = divmod(group.instances.index(instance), group.layout.data)
-            door = folder / f"{group.name}.groups-{unit}"
-            settings["options"] |= {"data_parallel_rank": rank, "data_parallel_address": str(door)}
+            settings["options"] |= way_of(group, instance, folder)
         yield program(name, "engine", settings, starts=instance not in group.spares, **more)
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
@@ -142,6 +140,12 @@ def _engine(
         settings["public"] = {"address": more["public"], "fd": door.fileno()}
         more["descriptors"] = (door.fileno(),)
     return settings, more
+
+
+def way_of(group: Group, instance: str, folder: Path) -> dict[str, Any]:
+    """Which data-parallel group an instance is, and where it meets the others: fields of its engine's options."""
+    unit, rank = divmod(group.instances.index(instance), group.layout.data)
+    return {"data_parallel_rank": rank, "data_parallel_address": str(folder / f"{group.name}.groups-{unit}")}
 
 
 def master_address(folder: Path, deployment: Deployment) -> str:

@@ -77,5 +77,5 @@ def test_all_groups_start_again_where_one_dies(checkpoint, tmp_path, tensor):
             assert not set(before.values()) & {up.pids()[name] for name in states(up)}, "both are others now"
         code, said = apply(up, tmp_path, content(checkpoint, **groups | {"max-num-seqs": 7}))
         assert code == 2
-        assert "instances: another value, allowed with data-parallel-size and enable-expert-parallel is" in said
+        assert "data-parallel-size: another group, with enable-expert-parallel allowed is what it began with" in said
         assert up.stop() == 0, up.log()

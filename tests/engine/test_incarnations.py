@@ -1,14 +1,16 @@
 """What an engine's next incarnation finds of what the last one left."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
+import torch
 
 import penstock.engine.memory
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.calibration import calibrated
 from penstock.kv.keys import extend_keys
 from penstock.kv.pool import Published
 from penstock.nn import native
@@ -117,6 +119,31 @@ def test_what_other_ranks_have_rounded_is_not_found(tmp_path):
             assert [cached(i, **layout) for i, layout in enumerate(({}, two, two), 1)] == [0, 0, 192]
     finally:
         native.set_threads(threads)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_ranks_that_find_out_how_fast_they_are_leave_the_blocks_of_others_as_they_are(tmp_path):
+    folder, clock = write_checkpoint(tmp_path / "model", "qwen3"), SystemClock()
+    common = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 512, "kv_cache_memory": 8 << 20}
+    prompt = [i % 290 + 1 for i in range(200)]
+    threads = native.threads()
+    with pool_server(tmp_path / "kv-pool") as path, ExitStack() as stack:
+
+        def build(name, incarnation, **layout):
+            options = EngineOptions(model=str(folder), device="cpu", **common, **layout)
+            built = build_engine(options, clock, shared_pool(path, name, incarnation))
+            return stack.enter_context(closing(built))
+
+        first = build("a", 1)
+        collector = Collector(first.engine)
+        tokens = list(collector.run(make_request("before", prompt))["before"])
+        second = build("b", 2, tensor_parallel_size=2)
+        native.set_threads(threads)
+        calibrated(second.trial(), torch.device("cpu"), second.shape, clock)
+        second.engine.check()
+        assert second.engine.scheduler.pool.used == 0
+        assert collector.run(make_request("after", prompt))["after"] == tokens
+        assert collector.cached["after"] >= 192
 
 
 def published(scheduler, tokens):

@@ -15,6 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.modelled import ModelledOptions
 from penstock.service.deployment_file import parse, parse_all, registry_in
 from penstock.service.policies import BUNDLES
+from penstock.service.programs import way_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 RECIPES = [path for path in RECIPES if not path.stem.startswith("drill-")]  # those are of tests/drill
@@ -534,3 +535,33 @@ def test_another_model_and_policy_than_the_file_gives(text):
 def test_where_one_model_is_wanted_several_are_refused():
     with pytest.raises(ConfigError, match=r"up\.yaml: models: 2 of them, allowed here is one"):
         read(TWO)
+
+
+SHARING = "    data-parallel-size: 2\n    enable-expert-parallel: true\n"
+
+
+def test_groups_are_instances_and_those_that_share_experts_start_together():
+    (alone,), (sharing,) = (read(SMALLEST + more).groups for more in ("    data-parallel-size: 2\n", SHARING))
+    names = ["engine-0", "engine-1", "engine-2", "engine-3"]
+    assert alone.instances == sharing.instances == names
+    assert not alone.layout.meets
+    ways = [way_of(sharing, name, Path("/f")) for name in names]
+    assert [way["data_parallel_rank"] for way in ways] == [0, 1, 0, 1]
+    assert [way["data_parallel_address"] for way in ways] == ["/f/engine.groups-0"] * 2 + ["/f/engine.groups-1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("enable-sleep-mode: true", "up.yaml:6: enable-sleep-mode: true, allowed is false with data-parallel-size and"),
+        ("launcher: ray", "up.yaml:4: instances[0].data-parallel-size: '2', allowed with data-parallel-size and"),
+        (
+            "policy: unified_scaling\nscaling: {most: 6}",
+            "up.yaml:7: scaling: given, allowed is nothing with data-parallel-size",
+        ),
+    ],
+)
+def test_what_groups_that_share_experts_cannot_do_is_refused_by_name(more, says):
+    with pytest.raises(ConfigError) as caught:
+        read(SMALLEST + SHARING + more)
+    assert str(caught.value).startswith(says)

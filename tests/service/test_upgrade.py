@@ -90,6 +90,22 @@ def test_what_cannot_change_is_refused_by_name():
     assert not any("two" in line or "one" in line for line in lines if "api-key" in line), "keys are nobody's business"
 
 
+def test_groups_that_share_experts_stay_as_they_are():
+    unit = "{name: unit, data-parallel-size: 2, enable-expert-parallel: true"
+    before = f"instances: [{unit}}}, {{}}]"
+    assert differ(before, f"instances: [{unit}}}, {{max-num-seqs: 7}}]").lines == ["engine-0 is replaced: max-num-seqs"]
+    says = "^new.yaml: data-parallel-size: another group, with enable-expert-parallel allowed is what it began with"
+    for after in (
+        f"instances: [{unit}, max-num-seqs: 7}}, {{}}]",
+        f"instances: [{unit}, count: 2}}, {{}}]",
+        "instances: [{}]",
+    ):
+        with pytest.raises(ConfigError, match=says):
+            differ(before, after)
+    with pytest.raises(ConfigError, match=says):
+        differ(before, before, new_model=True)
+
+
 def test_a_model_keeps_its_place_in_a_list_of_models():
     def listed(name):
         entry = f"{{name: {name}, served-model-name: m, model: demo, instances: [{{}}]}}"
