@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.core.request import Pooling, TokenLogprobs
+from penstock.core.request import MediaSpan, Pooling, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 
 BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
@@ -65,6 +65,8 @@ class SequenceStep:
             `blocks` are the prompt's alone.
         pool: what to bring in `StepResult.pooled`: the hidden state of the last token, or the sum of all. None is
             nothing.
+        media: of the sequence; its positions follow from them, too.
+        pixels: (digest, pixels), as `Request` has them, of those of `media` some of whose places are in `tokens`.
     """
 
     request_id: str
@@ -83,6 +85,8 @@ class SequenceStep:
     candidates: int = 0
     branches: Branches | None = None
     pool: Pooling | None = None
+    media: Sequence[MediaSpan] = ()
+    pixels: Sequence[tuple[bytes, bytes]] = ()
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -139,6 +143,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum([len(s.tokens) for s in self.sequences])
+
+    @property
+    def has_media(self) -> bool:
+        """Whether it looks at images, which `work` knows nothing of."""
+        return any(s.pixels for s in self.sequences)
 
     @property
     def copied_tokens(self) -> int:

@@ -16,6 +16,7 @@ from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
 from penstock.engine.executor.base import MaskCosts
 from penstock.engine.masks import Masks, PendingMasks
+from penstock.engine.media import MEDIA_BYTES, MediaEmbeddings
 from penstock.engine.sampling import (
     NOT_FINITE,
     Drawn,
@@ -50,6 +51,7 @@ class Runner:
         grammars: for structured outputs; without them requests for these end with an error.
         before, after: where its rows come from and go to, where the model is one of several stages. Only the last
             stage's steps have results.
+        media_bytes: of embeddings of images that are kept, at most.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Runner:
         grammars: Grammars | None = None,
         before: Pipe | None = None,
         after: Pipe | None = None,
+        media_bytes: int = MEDIA_BYTES,
     ) -> None:
         self._graph_mode = graph_mode
         self._before, self._after = before, after
+        self.media = MediaEmbeddings(media_bytes)
         self.take(model)
         self.device = model.device
         self.cache = cache
@@ -92,6 +96,7 @@ class Runner:
     def take(self, model: Decoder) -> None:
         """Compute with these weights from now on, of the same model."""
         self.model = model
+        self.media.forget()
         self.forward = Forward(model, self._graph_mode)
 
     def capture(self, rows: int, reach: int) -> None:
@@ -126,6 +131,8 @@ class Runner:
                 return StepResult([], [], interrupted=True)
             if any(s.tokens[-1] < 0 for s in plan.sequences):
                 batch.tokens = filled(batch.tokens, self._sampled)
+            if batch.media and self.model.visual is not None:
+                batch.seen = self.media.seen(self.model, batch)
             if self._after is not None:
                 self._after.send(self._forward(batch, stop))
                 return StepResult([], [])

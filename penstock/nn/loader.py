@@ -60,7 +60,17 @@ IDENTITY_BYTES = 4096  # of every tensor
 IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+TOWER = re.compile(r"visual\.blocks\.(\d{1,6})\.")
+# how names begin in checkpoints of models that see, as different versions of transformers save them
+RENAMED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.visual.", "visual."),
+)
+PREPROCESSOR = "preprocessor_config.json"
 HEAD = "lm_head.weight"
+HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
 
 # A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host,
 # by Mooncake or over TCP; packed weights on disk; the checkpoint
@@ -259,9 +269,9 @@ def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtyp
     """
 
     def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
-        linear, names = model.get_submodule(path), _sources(model, path) if LAYER.match(path) else ("lm_head",)
+        linear, names = model.get_submodule(path), ("lm_head",) if path in HEADS else _sources(model, path)
         assert isinstance(linear, Linear)
-        plain = linear.exact and quantisation.at_load
+        plain = (linear.exact or path.startswith("visual.")) and quantisation.at_load
         formats = [DENSE if plain else quantisation.of(name) for name in names]
         for name, form in zip(names, formats, strict=True):
             if form != formats[0]:
@@ -314,6 +324,8 @@ def read_architecture(
     """
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
+    if "vision_config" in hf and (directory / PREPROCESSOR).is_file():
+        hf["preprocessor_config"] = read_json(directory, PREPROCESSOR)
     check_finite(hf, str(directory / "config.json"))
     found = {_full(tensor.name): tensor for tensor in stored(directory)}
     try:
@@ -344,6 +356,8 @@ def read_architecture(
             experts=0 if experts is None else experts.routing.count,
             expert_width=0 if experts is None else experts.width,
             shared_width=0 if experts is None else experts.shared,
+            vision_heads=0 if config.vision is None else config.vision.num_heads,
+            vision_width=0 if config.vision is None else config.vision.intermediate_size,
         )
     )
     if not Shard(layout.tensor - 1, layout.tensor).of_tokens(config.vocab_size):
@@ -374,6 +388,9 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 
 def _full(name: str) -> str:
     """A weight's name, in whichever way the checkpoint was saved."""
+    for begins, instead in RENAMED:
+        if name.startswith(begins):
+            return instead + name[len(begins) :]
     return f"model.{name}" if name.startswith(BARE) else name
 
 
@@ -481,10 +498,12 @@ class Place:
 
 def _sources(model: Decoder, path: str) -> tuple[str, ...]:
     """What a checkpoint calls the projections of a part."""
-    block = LAYER.match(path)
+    block, weights = LAYER.match(path), model.weights
+    if block is None:
+        block, weights = TOWER.match(path), model.tower_weights
     if block is None:
         return (path,)
-    names, part = model.weights[path[block.end() :]], model.get_submodule(path)
+    names, part = weights[path[block.end() :]], model.get_submodule(path)
     if isinstance(part, ExpertLinear):
         names = tuple(name.replace("*", str(i)) for i in range(part.count) for name in names)
     return tuple(block[0] + name for name in names)
@@ -554,6 +573,8 @@ def _is_elsewhere(name: str, model: Decoder) -> bool:
     if (block := LAYER.match(name)) is not None:
         count = model.config.num_layers
         return (number := int(block[1])) < count and number not in shard.layers(count)
+    if name.startswith("visual."):
+        return model.config.vision is not None and model.visual is None
     if name.startswith("model.embed_tokens."):
         return stack.embed_tokens is None
     return not shard.is_last and name.startswith(("model.norm.", "lm_head."))
