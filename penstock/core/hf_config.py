@@ -124,3 +124,10 @@ def _shown(value: object) -> str:
         return "huge"  # Python refuses to spell integers of thousands of digits
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def image_settings(processor: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """How images are prepared, out of processor_config.json and preprocessor_config.json, of which a checkpoint has one
+    or the other."""
+    found = processor.get("image_processor") or preprocessor
+    return dict(found) if isinstance(found, Mapping) else {}

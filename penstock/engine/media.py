@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.request import MediaSpan
+from penstock.core.sizes import MEDIA_CACHE
 from penstock.nn.batch import Batch, to_device
 from penstock.nn.models.decoder import Decoder
-
-MEDIA_BYTES = 256 << 20
 
 
 class MediaEmbeddings:
@@ -28,7 +27,7 @@ class MediaEmbeddings:
         looked: how often something was computed; `found`: how often it was here.
     """
 
-    def __init__(self, most: int = MEDIA_BYTES) -> None:
+    def __init__(self, most: int = MEDIA_CACHE) -> None:
         self._most, self._bytes = most, 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self.looked = self.found = 0

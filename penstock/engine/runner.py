@@ -12,11 +12,12 @@ from torch import Tensor
 
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
+from penstock.core.sizes import MEDIA_CACHE
 from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
 from penstock.engine.executor.base import MaskCosts
 from penstock.engine.masks import Masks, PendingMasks
-from penstock.engine.media import MEDIA_BYTES, MediaEmbeddings
+from penstock.engine.media import MediaEmbeddings
 from penstock.engine.sampling import (
     NOT_FINITE,
     Drawn,
@@ -62,7 +63,7 @@ class Runner:
         grammars: Grammars | None = None,
         before: Pipe | None = None,
         after: Pipe | None = None,
-        media_bytes: int = MEDIA_BYTES,
+        media_bytes: int = MEDIA_CACHE,
     ) -> None:
         self._graph_mode = graph_mode
         self._before, self._after = before, after

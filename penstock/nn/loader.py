@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.core.hf_config import check_finite
+from penstock.core.hf_config import check_finite, image_settings
 from penstock.core.parallel import ALONE, TENSOR, Divisible, Layout
 from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
@@ -68,7 +68,7 @@ RENAMED = (
     ("language_model.lm_head.", "lm_head."),
     ("model.visual.", "visual."),
 )
-PREPROCESSOR = "preprocessor_config.json"
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HEAD = "lm_head.weight"
 HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
 
@@ -324,8 +324,9 @@ def read_architecture(
     """
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
-    if "vision_config" in hf and (directory / PREPROCESSOR).is_file():
-        hf["preprocessor_config"] = read_json(directory, PREPROCESSOR)
+    if "vision_config" in hf:
+        given = [read_json(directory, name) if (directory / name).is_file() else {} for name in PROCESSORS]
+        hf["preprocessor_config"] = image_settings(*given)
     check_finite(hf, str(directory / "config.json"))
     found = {_full(tensor.name): tensor for tensor in stored(directory)}
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.core.errors import ConfigError, InvalidRequest
+from penstock.core.hf_config import text_config
 from penstock.core.sampling import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -111,7 +112,7 @@ def read_defaults(directory: Path, tokenizer_eos: int | None = None) -> Generati
         tokenizer_eos: the tokenizer's own end-of-sequence token, which always counts: many chat models name it only
             there.
     """
-    generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
+    generation, config = _read(directory / "generation_config.json"), text_config(_read(directory / "config.json"))
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
