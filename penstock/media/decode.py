@@ -94,7 +94,7 @@ def _video(data: bytes, processor: Processor, limits: MediaLimits) -> Made:
 
 
 def _container(data: bytes) -> str:
-    """Of which kind a file is. Nobody else guesses: playlists and the like would have it open others. Raises Refused."""
+    """Of which kind a file is. Nobody else guesses: a playlist would have it open others. Raises Refused."""
     for start, magic, name in CONTAINERS:
         if data[start : start + len(magic)] == magic:
             return name
