@@ -2,13 +2,15 @@
 
 usage: python tools/make_checkpoint.py GEOMETRY FOLDER [--device cuda] [--layers N]      (needs transformers)
 
-The tokenizer is the demo model's: its ids are valid in the larger vocabularies. What is like DeepSeek-V3 has a layer
-that predicts further tokens, too.
+The tokenizer is the demo model's: its ids are valid in the larger vocabularies. For models that see, it has tokens of
+their own that stand for images, and a chat template that writes them. What is like DeepSeek-V3 has a layer that
+predicts further tokens, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +18,30 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+# tokens behind the demo model's vocabulary
+MEDIA_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+FIRST = 4096
+SEES: dict[str, Any] = {
+    "vision_start_token_id": FIRST,
+    "vision_end_token_id": FIRST + 1,
+    "image_token_id": FIRST + 2,
+    "video_token_id": FIRST + 3,
+}
+SEEING_TEMPLATE = """{%- for message in messages -%}
+<|{{ message.role }}|>
+{% if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == "text" -%}{{ part.text }}
+{%- else -%}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{%- endif -%}
+{%- endfor -%}
+{%- endif %}
+{% endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>
+{% endif -%}
+"""
 
 QWEN3: dict[str, Any] = {"max_position_embeddings": 40960, "vocab_size": 151936, "rms_norm_eps": 1e-6, "head_dim": 128}
 QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -108,6 +134,29 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN3, **size(2048, 48, 32, 4, 6144), **experts(128, 8, 768), "rope_parameters": QWEN3_ROPE},
     ),
+    "qwen2.5-vl-tiny": (
+        "qwen2_5_vl",
+        {
+            **SEES,
+            "text_config": {
+                **size(256, 4, 8, 4, 768),
+                "vocab_size": 8192,
+                "bos_token_id": None,
+                "eos_token_id": 2,
+                "max_position_embeddings": 32768,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+            },
+            "vision_config": {
+                "depth": 4,
+                "hidden_size": 128,
+                "num_heads": 4,
+                "intermediate_size": 256,
+                "out_hidden_size": 256,
+                "fullatt_block_indexes": [1, 3],
+                "tokens_per_second": 2,
+            },
+        },
+    ),
     "deepseek-tiny": (
         "deepseek_v3",
         {
@@ -167,19 +216,23 @@ def write(name: str, folder: Path, device: str = "cpu", layers: int | None = Non
     `layers` instead of as many as the real model has.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     sys.path.insert(0, str(ROOT))
     from tools.mtp import FurtherTokens, with_further_tokens
 
     model_type, geometry = GEOMETRIES[name]
+    sees = "vision_config" in geometry
     if layers is not None:
-        geometry = {**geometry, "num_hidden_layers": layers}
+        key = {"num_hidden_layers": layers}
+        geometry = geometry | ({"text_config": geometry["text_config"] | key} if sees else key)
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     config = AutoConfig.for_model(model_type, **geometry)
     torch.manual_seed(0)
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto.from_config(config, dtype=torch.bfloat16)
         further = FurtherTokens(model) if model_type == "deepseek_v3" else None
     parts = [model] if further is None else [model, further]
     with torch.no_grad():
@@ -187,10 +240,25 @@ def write(name: str, folder: Path, device: str = "cpu", layers: int | None = Non
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                ins = parameter.shape[-1] if parameter.ndim < 4 else parameter[0].numel()  # a patch's are all of it
+                parameter.normal_(std=ins**-0.5)
     model.save_pretrained(folder, state_dict=None if further is None else with_further_tokens(model, further))
     for file in TOKENIZER:
         shutil.copy(ROOT / "penstock" / "demo" / file, folder)
+    if sees:
+        _add_media_tokens(folder)
+
+
+def _add_media_tokens(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in MEDIA_TOKENS])
+    assert tokenizer.token_to_id(MEDIA_TOKENS[0]) == FIRST
+    tokenizer.save(str(path))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": SEEING_TEMPLATE}))
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import chat_logprobs, prompt_logprobs
+from penstock.api.media import encode_with_media
 from penstock.api.message import MessageReader, plain_message, reasoning_tokens
 from penstock.api.openai import Envelope, beside, head, timing_body, usage_body
 from penstock.api.schema import (
@@ -115,6 +116,16 @@ class ChatBody(GenerationBody):
         return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether some message has more than text."""
+        return any(
+            isinstance(part, dict) and part.get("type") != "text"
+            for message in self.messages
+            if isinstance(content := message.get("content"), list)
+            for part in content
+        )
+
+    @property
     def given_prompt(self) -> list[int] | None:
         """The prompt's tokens, where another instance has made them of these messages: a router brings them."""
         return (self.kv_transfer_params or {}).get("prompt_token_ids")
@@ -194,6 +205,7 @@ class Turn:
         prediction: of the answer, as tokens.
         readers: one for each output; none where an output's text is the message's content as it stands.
         shown: special tokens that the readers have to see.
+        seen: what of the prompt stands for images, as fields of `Frontend.submit`.
     """
 
     prompt: list[int]
@@ -201,6 +213,7 @@ class Turn:
     prediction: list[int]
     readers: list[MessageReader]
     shown: frozenset[int]
+    seen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class MakeShape(Protocol):
@@ -230,6 +243,7 @@ async def answer(
         cache_salt=body.prefix_salt,
         prediction=turn.prediction,
         shown=turn.shown,
+        **turn.seen,
     ) as generation:
         shape = make(frontend, model, request_id, turn)
         if body.stream:
@@ -248,12 +262,15 @@ async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     if use is not None and (form := _free_form(dialect, use, body, params)) is not None:
         params = dataclasses.replace(params, structured_outputs=form)
         await check_grammar(frontend, params, use.renamed)
-    prompt = body.given_prompt
-    if prompt is None:
-        prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
-    else:
+    prompt, seen = body.given_prompt, dict[str, Any]()
+    if prompt is not None:
         check_token_ids(prompt, frontend.vocab_size, "kv_transfer_params.prompt_token_ids")
-    prompt = list(truncated(prompt, params, frontend.max_model_len))
+    elif body.has_parts:
+        prompt, seen = await _seen(frontend, body, params)
+    else:
+        prompt = await prompt_of(frontend, body, longest_whole(params, frontend.max_model_len))
+    if not seen:
+        prompt = list(truncated(prompt, params, frontend.max_model_len))
     asked_in = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     check_room(len(prompt), body.asked_tokens, frontend.max_model_len, asked_in)
     check_named([prompt], params, frontend.max_model_len, frontend.vocab_size)
@@ -262,7 +279,7 @@ async def turn_of(frontend: Frontend, body: ChatBody) -> Turn:
     params = _with_thinking(frontend, body, params, opened)
     readers = _message_readers(dialect, body, opened, params.n)
     shown = dialect.reasoning_ids.union(() if use is None else dialect.tool_tokens.values())
-    return Turn(prompt, params, prediction, readers, shown)
+    return Turn(prompt, params, prediction, readers, shown, seen)
 
 
 async def prompt_of(frontend: Frontend, body: ChatBody, max_model_len: int | None) -> list[int]:
@@ -270,16 +287,36 @@ async def prompt_of(frontend: Frontend, body: ChatBody, max_model_len: int | Non
     Raises:
         PromptTooLong: of more tokens than that.
     """
-    return await frontend.encode_chat(
-        body.messages,
-        size=body.size,
-        add_special_tokens=bool(body.add_special_tokens),
-        add_generation_prompt=body.opens_turn,
-        continue_final_message=bool(body.continue_final_message),
-        tools=None if body.tool_use is None else body.tool_use.declared,
-        template_kwargs=body.template_kwargs,
-        max_model_len=max_model_len,
-    )
+    how = _encoding(body, max_model_len)
+    if not body.has_parts:
+        return await frontend.encode_chat(body.messages, **how)
+    return (await encode_with_media(frontend, body.messages, frontend.max_model_len, **how)).tokens
+
+
+async def _seen(frontend: Frontend, body: ChatBody, params: SamplingParams) -> tuple[list[int], dict[str, Any]]:
+    """The prompt of messages with parts; and what of it stands for images, as `Turn` has it."""
+    longest = frontend.max_model_len
+    how = _encoding(body, longest_whole(params, longest))
+    prompt = await encode_with_media(frontend, body.messages, longest, **how)
+    if not prompt.media:
+        return prompt.tokens, {}
+    if params.truncate_prompt_tokens is not None:
+        field = "truncate_prompt_tokens"
+        raise InvalidRequest(f"{field}: {params.truncate_prompt_tokens}, allowed only without images", field)
+    return prompt.tokens, {"media": prompt.media, "pixels": prompt.pixels}
+
+
+def _encoding(body: ChatBody, max_model_len: int | None) -> dict[str, Any]:
+    """How messages become tokens, as `Frontend.encode_chat` has it."""
+    return {
+        "size": body.size,
+        "add_special_tokens": bool(body.add_special_tokens),
+        "add_generation_prompt": body.opens_turn,
+        "continue_final_message": bool(body.continue_final_message),
+        "tools": None if body.tool_use is None else body.tool_use.declared,
+        "template_kwargs": body.template_kwargs,
+        "max_model_len": max_model_len,
+    }
 
 
 def _check_tools(dialect: Dialect, use: ToolUse | None) -> None:

@@ -99,6 +99,7 @@ async def _answer(
             arrival=arrival,
             cache_salt=body.prefix_salt,
             shown=turn.shown,
+            **turn.seen,
         ) as generation:
             shape = ChatShape(chat, frontend, model, request_id, turn)
             return shape.whole(await generation.whole(), generation.usage), generation.usage

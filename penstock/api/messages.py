@@ -14,6 +14,7 @@ from starlette.responses import Response
 from penstock.api.chat import ChatBody, Turn, answer, prompt_of
 from penstock.api.errors import error_row
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
+from penstock.api.media import MediaBlock, joined
 from penstock.api.message import Fields
 from penstock.api.schema import SHORT, Body, Int32, Messages, Strings, service_level, whole_number
 from penstock.api.sse import encode
@@ -38,6 +39,7 @@ CODES = {  # ours -> its kinds, where that says more
 RENAMED = {"stop": "stop_sequences", "response_format": "output_config.format"}  # fields of a chat -> of a message
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 EFFORTS: tuple[str | None, ...] = (None, "low", "medium", "high", "xhigh", "max")
+IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 ELSEWHERE = ("container", "mcp_servers")  # what Anthropic's servers run
 
 
@@ -161,21 +163,35 @@ def _messages(system: str | list[Block] | None, given: list[Block]) -> tuple[lis
 
 
 def _of_user(blocks: list[Block], where: str) -> Iterator[Fields]:
-    texts: list[str] = []
+    parts: list[Block] = []
     for j, block in enumerate(blocks):
         kind, at = _kind(block, f"{where}[{j}]"), f"{where}[{j}]"
         if kind == "text":
-            texts.append(_string(block, "text", at))
+            parts.append({"type": "text", "text": _string(block, "text", at)})
+        elif kind == "image":
+            parts.append(MediaBlock(_source(block.get("source"), f"{at}.source"), f"content[{j}].source"))
         elif kind == "tool_result":
-            if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
-                texts = []
+            if parts:
+                yield {"role": "user", "content": joined(parts)}
+                parts = []
             content = _text(block.get("content") or "", f"{at}.content")
             yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content}
         else:
-            raise _unknown(at, kind, "'text' and 'tool_result'")
-    if texts or not blocks:
-        yield {"role": "user", "content": "\n".join(texts)}
+            raise _unknown(at, kind, "'text', 'image' and 'tool_result'")
+    if parts or not blocks:
+        yield {"role": "user", "content": joined(parts)}
+
+
+def _source(given: Any, where: str) -> str:
+    """An image's, as a URL."""
+    kind = _kind(given, where)
+    if kind == "base64":
+        if (of := _string(given, "media_type", where)) not in IMAGES:
+            raise wrong_value(f"{where}.media_type", of, ", ".join(IMAGES))
+        return f"data:{of};base64,{_string(given, 'data', where)}"
+    if kind != "url":
+        raise _unknown(where, kind, "'base64' and 'url'")
+    return _string(given, "url", where)
 
 
 def _of_assistant(blocks: list[Block], where: str) -> Fields:

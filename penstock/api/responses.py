@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from penstock.api.background import Background
 from penstock.api.chat import ChatBody, Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
+from penstock.api.media import MediaBlock
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape, flat_name
 from penstock.api.response_store import ResponseStore
@@ -243,7 +244,7 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
             thought += "".join(_string(part, "text", f"{where}.content[{j}]") for j, part in enumerate(parts))
             continue
         if kind == "message":
-            message = {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+            message = {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
         elif kind == "function_call":
             function = {name: _string(item, name, where) for name in ("name", "arguments")}
             if item.get("namespace") is not None:
@@ -264,6 +265,28 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
         made.append(message)
         places.append(i)
     return made, places
+
+
+def _content(content: Any, where: str) -> str | list[Item]:
+    """A message's, which may have images in it."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content, where)
+    return [
+        MediaBlock(_image(part, f"{where}[{j}]"), f"content[{j}].image_url")
+        if _is_image(part)
+        else {"type": "text", "text": _text([part], where)}
+        for j, part in enumerate(content)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image(part: Item, where: str) -> str:
+    if part.get("file_id") is not None:
+        raise UnsupportedField(f"{where}.file_id is not supported, allowed is image_url", where)
+    return _string(part, "image_url", where)
 
 
 def _text(content: Any, where: str) -> str:

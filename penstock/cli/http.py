@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.api.http import Application
     from penstock.core.clock import Clock
     from penstock.core.wire.master import Endpoint
+    from penstock.media.loader import MediaLoader
     from penstock.obs.logs import Format
     from penstock.obs.metrics import Compat
     from penstock.obs.tracing import Tracing
@@ -83,6 +84,13 @@ class ServerOptions:
     enable_force_include_usage: bool
     enable_per_request_metrics: bool
     enable_tokenizer_info_endpoint: bool
+    max_media_count: int = 16
+    max_media_bytes: int = 20 << 20
+    max_media_pixels: int = 1 << 26
+    max_video_frames: int = 64
+    allowed_media_domains: Sequence[str] = ()
+    media_fetch_timeout: float = 5.0
+    media_decode_timeout: float = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +393,27 @@ def _make_frontend(
             model.enable_auto_tool_choice,
             model.reasoning_parser,
         ),
+        _make_media(options, model.directory),
     )
+
+
+def _make_media(options: ServerOptions, directory: Path) -> MediaLoader | None:
+    from penstock.media.limits import MediaLimits
+    from penstock.media.loader import MediaLoader
+    from penstock.media.processor import read_processor
+
+    if (processor := read_processor(directory)) is None:
+        return None
+    limits = MediaLimits(
+        count=options.max_media_count,
+        bytes=options.max_media_bytes,
+        pixels=options.max_media_pixels,
+        frames=options.max_video_frames,
+        domains=tuple(domain.lower() for domain in options.allowed_media_domains),
+        fetch_seconds=options.media_fetch_timeout,
+        decode_seconds=options.media_decode_timeout,
+    )
+    return MediaLoader(processor, limits)
 
 
 def _reloaded_keys(app: Application, options: ServerOptions) -> list[Reloaded]:

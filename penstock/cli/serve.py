@@ -35,6 +35,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
 from penstock.core.parallel import MOST_RANKS
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.sizes import MEDIA_CACHE
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.sched.local import LOCAL_POLICIES, speculation
 from penstock.sched.parallel.rebalancing import checked_eplb
@@ -169,6 +170,7 @@ ENGINE_OPTIONS = (
         None,
         "URL of a KV tier that engines share, such as file:///PATH where hosts share PATH, or mooncake://HOST:PORT",
     ),
+    Option("media-cache-memory", size, MEDIA_CACHE, "size of the embeddings of images that an engine keeps"),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
     Option(
@@ -276,6 +278,18 @@ SERVER_OPTIONS = (
         "which hidden states become an embedding, normalised: the last token's, or the mean; auto is what the "
         "checkpoint says, else the last token's",
     ),
+    Option("max-media-count", integer(0), 16, "images and videos of a request"),
+    Option("max-media-bytes", size, 20 << 20, "size of each, as it comes; those in a body count for max-body-size too"),
+    Option("max-media-pixels", integer(1), 1 << 26, "pixels of each, when it is decoded"),
+    Option("max-video-frames", integer(1), 64, "frames of a video that a model looks at"),
+    Option(
+        "allowed-media-domains",
+        listed,
+        (),
+        "hosts from which images and videos may be fetched; by default requests have to bring them as data: URLs",
+    ),
+    Option("media-fetch-timeout", number(0, 3600), 5.0, "seconds that it may take to fetch one"),
+    Option("media-decode-timeout", number(0, 3600), 20.0, "seconds that it may take to decode one"),
     Option("max-queued-requests", integer(1), 4096, "sequences held at once, running and waiting; more get a 429"),
     Option(
         "max-queued-tokens",

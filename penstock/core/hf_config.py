@@ -40,7 +40,22 @@ MOST = {
     "decoder_sparse_step": 10_000,
     "first_k_dense_replace": 10_000,
     "moe_layer_freq": 10_000,
+    "depth": 10_000,
+    "num_heads": 1 << 14,
+    "patch_size": 1 << 10,
+    "spatial_merge_size": 1 << 5,
+    "temporal_patch_size": 1 << 5,
+    "window_size": 1 << 16,
 }
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What it says of the language model: of one that sees, some have this in an object of its own."""
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        return dict(config)
+    tied = bool(config.get("tie_word_embeddings") or own.get("tie_word_embeddings"))
+    return {**config, **{key: value for key, value in own.items() if value is not None}, "tie_word_embeddings": tied}
 
 
 def count(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
@@ -109,3 +124,10 @@ def _shown(value: object) -> str:
         return "huge"  # Python refuses to spell integers of thousands of digits
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def image_settings(processor: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    """How images are prepared, out of processor_config.json and preprocessor_config.json, of which a checkpoint has one
+    or the other."""
+    found = processor.get("image_processor") or preprocessor
+    return dict(found) if isinstance(found, Mapping) else {}

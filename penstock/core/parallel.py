@@ -106,6 +106,8 @@ class Layout:
             "intermediate_size": model.intermediate,
             "experts' intermediate size": 0 if self.experts else model.expert_width,
             "shared experts' intermediate size": model.shared_width,
+            "vision heads": model.vision_heads,
+            "vision intermediate size": model.vision_width,
         }
         for name, count in split.items():
             if count % self.tensor:
@@ -132,6 +134,7 @@ class Divisible:
         experts: routed ones of a layer.
         expert_width: intermediate size of each.
         shared_width: of those that all rows have, together.
+        vision_heads, vision_width: of a vision tower's attention and feed-forwards.
     """
 
     layers: int
@@ -141,6 +144,8 @@ class Divisible:
     experts: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    vision_heads: int = 0
+    vision_width: int = 0
 
 
 ALONE = Layout()

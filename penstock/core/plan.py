@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.core.parallel import Switch
-from penstock.core.request import Pooling, TokenLogprobs
+from penstock.core.request import MediaSpan, Pooling, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 
 BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
@@ -68,6 +68,8 @@ class SequenceStep:
             nothing.
         following: the token after these in the sequence, where there is one; a model's draft head reads it.
         proposes: with `sample`, how many drafts of what follows what is drawn are wanted of the model's draft head.
+        media: of the sequence; its positions follow from them, too.
+        pixels: (digest, pixels), as `Request` has them, of those of `media` some of whose places are in `tokens`.
     """
 
     request_id: str
@@ -88,6 +90,8 @@ class SequenceStep:
     pool: Pooling | None = None
     following: int = 0
     proposes: int = 0
+    media: Sequence[MediaSpan] = ()
+    pixels: Sequence[tuple[bytes, bytes]] = ()
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -160,6 +164,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum([len(s.tokens) for s in self.sequences])
+
+    @property
+    def has_media(self) -> bool:
+        """Whether it looks at images, which `work` knows nothing of."""
+        return any(s.pixels for s in self.sequences)
 
     @property
     def copied_tokens(self) -> int:

@@ -19,17 +19,30 @@ class FinishReason(StrEnum):
     ERROR = "error"  # it cannot go on, here or elsewhere: the model computed infinities or NaNs, or a grammar is stuck
 
 
+MediaKind = Literal["image", "video"]
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """Tokens of a prompt that stand for an image or the like: [start, start + length).
+    """Tokens of a prompt that stand for an image or a video: [start, start + length). Its pixels travel beside it
+    (`Request.pixels`).
 
     Attributes:
         digest: of its content, and of whatever decides what the model makes of it.
+        grid: frames, rows and columns of its tokens, where these are one after the other.
+        interval: between two frames in time, as positions of a rotation that knows of time count it.
+        shape: frames, height and width of its pixels.
+        source: height and width of the image that these were made of, where the model wants to know.
     """
 
     start: int
     length: int
     digest: bytes
+    kind: MediaKind = "image"
+    grid: tuple[int, int, int] = (1, 1, 1)
+    interval: float = 1.0
+    shape: tuple[int, int, int] = (1, 1, 1)
+    source: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +69,7 @@ class Request:
         prediction: tokens that much of the output is expected to repeat; it may be the sooner for it, and is the same.
         pooling: nothing is generated: the request ends with the embedding of its prompt. None generates.
         media: of the prompt, in order, none of which overlap.
+        pixels: of each of `media`, RGB in bytes, [frames, height, width, 3]; those that are the same are one object.
         alone: as long as its output has fewer tokens than this, its steps compute nothing else, because it may have
             broken an engine. A beam search that is to run alone at all does so to its end.
     """
@@ -77,12 +91,21 @@ class Request:
     prediction: Sequence[int] = ()
     pooling: Pooling | None = None
     media: tuple[MediaSpan, ...] = ()
+    pixels: tuple[bytes, ...] = ()
     alone: int = 0
 
     @property
     def reads_all(self) -> bool:
         """Whether every position of the prompt is to be computed, whatever the prefix cache holds."""
         return self.pooling == "mean" or (self.params.prompt_logprobs is not None and not self.generated)
+
+    def pixels_of(self, start: int, end: int) -> list[tuple[bytes, bytes]]:
+        """(digest, pixels) of each of `media` that stands for some of the tokens [start, end)."""
+        return [
+            (span.digest, pixels)
+            for span, pixels in zip(self.media, self.pixels, strict=True)
+            if span.start < end and start < span.start + span.length
+        ]
 
     @property
     def context(self) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MOST_BYTES = 1 << 60
+MEDIA_CACHE = 256 << 20  # of embeddings of images that an engine keeps by default
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 

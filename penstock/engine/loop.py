@@ -313,7 +313,7 @@ class Engine:
             self.tell(())
             self._expect()
         self.write_down()
-        if ran.result.interrupted:
+        if ran.result.interrupted or plan.has_media:
             return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)

@@ -11,6 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
 from penstock.core.parallel import EXPERTS, Layout
 from penstock.core.plan import BLOCK_TOKENS
+from penstock.core.sizes import MEDIA_CACHE
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.nn.config import DTYPES
 from penstock.nn.graph import MODES
@@ -38,6 +39,7 @@ class EngineOptions:
         disk_cache: a folder for a tier of copies on disk; None is no such tier.
         disk_cache_size: bytes of it; None is the default (engine/disk_tier.py).
         remote_cache: URL of a store for a tier that engines share (transfer/stores.py); None is no such tier.
+        media_cache_memory: bytes of embeddings of images that are kept.
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
         tail_key_interval: tokens between the places inside a block at which a match may end; 0 is only at its end.
@@ -79,6 +81,7 @@ class EngineOptions:
     disk_cache: str | None = None
     disk_cache_size: int | None = None
     remote_cache: str | None = None
+    media_cache_memory: int = MEDIA_CACHE
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     tail_key_interval: int = TAIL_INTERVAL

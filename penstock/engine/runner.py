@@ -14,11 +14,13 @@ from torch import Tensor
 from penstock.core.parallel import Switch
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
+from penstock.core.sizes import MEDIA_CACHE
 from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
 from penstock.engine.drafting import draft
 from penstock.engine.executor.base import MaskCosts
 from penstock.engine.masks import Masks, PendingMasks
+from penstock.engine.media import MediaEmbeddings
 from penstock.engine.sampling import (
     NOT_FINITE,
     Drawn,
@@ -56,6 +58,7 @@ class Runner:
         grammars: for structured outputs; without them requests for these end with an error.
         before, after: where its rows come from and go to, where the model is one of several stages. Only the last
             stage's steps have results.
+        media_bytes: of embeddings of images that are kept, at most.
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class Runner:
         grammars: Grammars | None = None,
         before: Pipe | None = None,
         after: Pipe | None = None,
+        media_bytes: int = MEDIA_CACHE,
     ) -> None:
         self._graph_mode = graph_mode
         self._before, self._after = before, after
+        self.media = MediaEmbeddings(media_bytes)
         self.take(model)
         self.device = model.device
         self.cache = cache
@@ -100,6 +105,7 @@ class Runner:
     def take(self, model: Decoder) -> None:
         """Compute with these weights from now on, of the same model."""
         self.model = model
+        self.media.forget()
         self.forward = Forward(model, self._graph_mode)
 
     def capture(self, rows: int, reach: int) -> None:
@@ -142,6 +148,8 @@ class Runner:
                 return StepResult([], [], interrupted=True)
             if any(s.tokens[-1] < 0 for s in plan.sequences):
                 batch.tokens = filled(batch.tokens, self._sampled)
+            if batch.media and self.model.visual is not None:
+                batch.seen = self.media.seen(self.model, batch)
             if self._after is not None:
                 self._after.send(self._forward(batch, stop))
                 return StepResult([], [])

@@ -151,7 +151,9 @@ class Worker:
         self.runner.capture(self.options.max_num_seqs, max_model_len)
 
     def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:
-        return Runner(self.model, cache, self.options.graph_mode, grammars, self.before, self.after)
+        options = self.options
+        media = options.media_cache_memory
+        return Runner(self.model, cache, options.graph_mode, grammars, self.before, self.after, media)
 
     def _touch_memory(self, tokens: int) -> float:
         """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest.

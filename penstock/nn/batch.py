@@ -128,6 +128,8 @@ class Batch:
         tables: the same batch for the layers of each group: what ops are given. The first is this one.
         scratch: for ops; by default the batch's own.
         halves: the same rows as two micro-batches, where they are computed by turns.
+        media: rows and steps of sequences that have some.
+        seen: rows, [seen] int64, and what stands there in place of tokens' embeddings, [seen, hidden]; None is nothing.
     """
 
     tokens: Tensor
@@ -151,6 +153,8 @@ class Batch:
         self.halves: tuple[Batch, Batch] | None = None
         self.reach = 0
         self.scratch = scratch or Scratch()
+        self.media: list[tuple[range, SequenceStep]] = []
+        self.seen: tuple[Tensor, Tensor] | None = None
         for s in sequences:
             row, count = len(tokens), len(s.tokens)
             self.rows.append(range(row, row + count))
@@ -158,6 +162,8 @@ class Batch:
             own = range(s.start, s.start + count) if s.branches is None else [s.start] * count
             positions += own
             self.reach = max(self.reach, own[-1] + 1)
+            if s.media:
+                self.media.append((self.rows[-1], s))
         ids = placed or [s.blocks for s in sequences]
         self.packed: Packed | None = None
         self.tables = [self, *(copy(self) for _ in range(1, groups))]
@@ -181,7 +187,7 @@ class Batch:
         batch = cls.__new__(cls)
         batch.rows, batch.kept, batch.reach, batch.scratch = [], None, reach, Scratch()
         batch.halves = None
-        batch.packed = packed
+        batch.packed, batch.media, batch.seen = packed, [], None
         batch.tables = [batch, *(copy(batch) for _ in packed.slot_blocks[1:])]
         for group, table in enumerate(batch.tables):
             table._place([], [], packed.values.device, group, len(batch.tables))

@@ -109,6 +109,43 @@ class ExpertsConfig:
     shared_gate: bool = False
 
 
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """A vision tower: blocks of attention over an image's patches, which see each other in both directions.
+
+    Attributes:
+        patch_size: height and width of a patch, in pixels.
+        frames: of a video that a patch has; an image's one is taken so often.
+        merge: height and width of the square of patches that becomes one token.
+        window: height and width of the squares of tokens that see each other, in layers that are not `whole_layers`;
+            0 is all.
+        whole_layers: in which all patches of a frame see each other.
+        mean, std: of a colour's values from 0 to 1, that are taken off and divided by.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    norm_eps: float
+    patch_size: int
+    activation: str = "silu"
+    mlp_bias: bool = True
+    frames: int = 1
+    merge: int = 1
+    window: int = 0
+    whole_layers: frozenset[int] = frozenset()
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """A decoder: blocks of grouped-query attention and a gated MLP, or experts.
@@ -129,6 +166,9 @@ class DecoderConfig:
         draft_head: whether the first of these is loaded, and keeps something of every token; the others never are.
         latent: of all layers' attention, where it is multi-head latent attention; then `head_dim` is that of a query.
         experts: where some layers have them; `intermediate_size` is that of the others.
+        sections: how many pairs of a head turn with a token's frame, row and column, where these are positions of their
+            own (Qwen2-VL, 2.1); empty where there is one position.
+        vision: the tower by which it sees; None is none.
     """
 
     vocab_size: int
@@ -158,6 +198,8 @@ class DecoderConfig:
     draft_head: bool = False
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
+    sections: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -226,7 +268,7 @@ def read_decoder(
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         dtype=_dtype(hf),
         windows=windows or (None,) * layers,
-        activation=_activation(hf),
+        activation=read_activation(hf),
         **own,
     )
     if config.num_heads % config.num_kv_heads:
@@ -316,7 +358,21 @@ def _one_of(hf: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def _activation(hf: Mapping[str, Any]) -> str:
+def read_colours(hf: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of the three colours, as preprocessor_config.json has them. Raises ConfigError."""
+    given = hf.get("preprocessor_config") or {}
+    found = []
+    for name, default in (("image_mean", MEAN), ("image_std", STD)):
+        values = given.get(name) or [*default]
+        if not isinstance(values, list) or len(values) != 3:
+            raise ConfigError(f"preprocessor_config.json: {name} must be a list of three numbers", name)
+        between = (-1e6, 1e6) if name == "image_mean" else POSITIVE
+        found.append(tuple(number({name: value}, name, 0.0, *between) for value in values))
+    return found[0], found[1]
+
+
+def read_activation(hf: Mapping[str, Any]) -> str:
+    """Raises ConfigError."""
     name = "hidden_activation" if hf.get("hidden_activation") else "hidden_act"
     asked = hf.get(name, "silu")
     if not isinstance(asked, str) or asked not in ACTIVATIONS:

@@ -72,7 +72,7 @@ class CudaGraphs:
 
     def serves(self, batch: Batch, cache: KVLayers) -> bool:
         """Whether a step can be one of them."""
-        if batch.packed is None or batch.kept is not None or batch.branches:
+        if batch.packed is None or batch.kept is not None or batch.branches or batch.media:
             return False
         self._hold(cache)
         return self._serves

@@ -155,7 +155,7 @@ class Forward:
 
     def mode_of(self, batch: Batch) -> Mode:
         """How a step is computed on a CPU."""
-        if self.mode == "eager" or self._unchained is not None:
+        if self.mode == "eager" or self._unchained is not None or batch.seen is not None:
             return "eager"
         if self.mode != "partial" and not batch.branches and not _others("full"):
             return "full"

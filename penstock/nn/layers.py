@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.nn import ops
 from penstock.nn.batch import Batch
-from penstock.nn.config import DecoderConfig
+from penstock.nn.config import DecoderConfig, VisionConfig
 from penstock.nn.formats.base import Expected
 from penstock.nn.kv import LayerKV
 from penstock.nn.linear import WHOLE, ColumnLinear, Embedding, Linear, RowLinear, Shard
@@ -124,7 +124,7 @@ class GatedMLP(nn.Module):
         width: of the gate; None is the config's.
     """
 
-    def __init__(self, config: DecoderConfig, shard: Shard = WHOLE, width: int | None = None) -> None:
+    def __init__(self, config: DecoderConfig | VisionConfig, shard: Shard = WHOLE, width: int | None = None) -> None:
         super().__init__()
         hidden, width = config.hidden_size, width or config.intermediate_size
         self.activation = config.activation

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.core.hf_config import check_finite
+from penstock.core.hf_config import check_finite, image_settings
 from penstock.core.parallel import ALONE, PIPELINE, TENSOR, Divisible, Layout
 from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
@@ -62,7 +62,17 @@ DRAFT = "draft_head."  # how names of its parts begin here
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own in layers that predict further
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+TOWER = re.compile(r"visual\.blocks\.(\d{1,6})\.")
+# how names begin in checkpoints of models that see, as different versions of transformers save them
+RENAMED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.visual.", "visual."),
+)
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HEAD = "lm_head.weight"
+HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
 
 # A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host,
 # by Mooncake or over TCP; packed weights on disk; the checkpoint
@@ -266,10 +276,9 @@ def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtyp
     """
 
     def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
-        linear = model.get_submodule(path)
-        names = _sources(model, path) if LAYER.match(path) or path.startswith(DRAFT) else ("lm_head",)
+        linear, names = model.get_submodule(path), ("lm_head",) if path in HEADS else _sources(model, path)
         assert isinstance(linear, Linear)
-        plain = linear.exact and quantisation.at_load
+        plain = (linear.exact or path.startswith("visual.")) and quantisation.at_load
         formats = [DENSE if plain else quantisation.of(name) for name in names]
         for name, form in zip(names, formats, strict=True):
             if form != formats[0]:
@@ -323,6 +332,9 @@ def read_architecture(
     """
     weight_files(directory)  # a common error, checked first
     hf = read_json(directory, "config.json")
+    if "vision_config" in hf:
+        given = [read_json(directory, name) if (directory / name).is_file() else {} for name in PROCESSORS]
+        hf["preprocessor_config"] = image_settings(*given)
     check_finite(hf, str(directory / "config.json"))
     found = stored_by_name(directory)
     try:
@@ -353,6 +365,8 @@ def read_architecture(
             experts=0 if experts is None else experts.routing.count,
             expert_width=0 if experts is None else experts.width,
             shared_width=0 if experts is None else experts.shared,
+            vision_heads=0 if config.vision is None else config.vision.num_heads,
+            vision_width=0 if config.vision is None else config.vision.intermediate_size,
         )
     )
     if not Shard(layout.tensor - 1, layout.tensor).of_tokens(config.vocab_size):
@@ -403,6 +417,9 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 
 def _full(name: str) -> str:
     """A weight's name, in whichever way the checkpoint was saved."""
+    for begins, instead in RENAMED:
+        if name.startswith(begins):
+            return instead + name[len(begins) :]
     return f"model.{name}" if name.startswith(BARE) else name
 
 
@@ -510,9 +527,11 @@ class Place:
 
 def _sources(model: Decoder, path: str) -> tuple[str, ...]:
     """What a checkpoint calls the projections of a part."""
-    block, part = LAYER.match(path), model.get_submodule(path)
-    if block is not None:
+    part, tower = model.get_submodule(path), TOWER.match(path)
+    if (block := LAYER.match(path)) is not None:
         layer, names = block[0], model.weights[path[block.end() :]]
+    elif tower is not None:
+        layer, names = tower[0], model.tower_weights[path[tower.end() :]]
     elif path.startswith(DRAFT):
         layer, inner = f"model.layers.{model.config.num_layers}.", path.removeprefix(DRAFT)
         of_block = inner.startswith("block.")
@@ -588,6 +607,8 @@ def _is_elsewhere(name: str, model: Decoder) -> bool:
     if (block := LAYER.match(name)) is not None:
         count = model.config.kept_layers
         return (number := int(block[1])) < count and number not in shard.layers(count)
+    if name.startswith("visual."):
+        return model.config.vision is not None and model.visual is None
     if name.startswith("model.embed_tokens."):
         return stack.embed_tokens is None
     return not shard.is_last and name.startswith(("model.norm.", "lm_head."))

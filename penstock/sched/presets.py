@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.device import DeviceModel, Experts, Latents, ModelShape
-from penstock.core.hf_config import count, mixed_windows
+from penstock.core.hf_config import count, mixed_windows, text_config
 
 # Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
 # Hosts are behind PCIe 5.0 x16 where a value is named, 63e9 bytes/s of which four fifths are usable; else behind 4.0.
@@ -119,6 +119,7 @@ GEOMETRIES = {
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The geometry that a config.json of a decoder describes. Raises ConfigError naming what is missing."""
+    config = text_config(config)
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     latents = _latents(config)
     width = hidden // heads if latents is None else latents.nope_dim + latents.rope_dim

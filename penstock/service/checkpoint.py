@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.core.errors import ConfigError, InvalidRequest
+from penstock.core.hf_config import text_config
 from penstock.core.sampling import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -112,7 +113,7 @@ def read_defaults(directory: Path, tokenizer_eos: int | None = None, override: s
             there.
         override: what `checked_override` has let pass, before what the file has.
     """
-    generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
+    generation, config = _read(directory / "generation_config.json"), text_config(_read(directory / "config.json"))
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")

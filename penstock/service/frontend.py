@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,14 @@ from penstock.core.errors import (
 )
 from penstock.core.memory import give_back_memory
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.request import Pooling, Request
+from penstock.core.request import MediaSpan, Pooling, Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import NO_LEVEL, ServiceLevel
 from penstock.core.structured_outputs import FIELD, StructuredOutputs
 from penstock.core.wire.engine import Ready
 from penstock.core.wire.master import History
 from penstock.kv.keys import extend_keys, salted
+from penstock.media.loader import MediaLoader
 from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
@@ -74,6 +76,7 @@ class Frontend:
         embedding: how prompts are embedded.
         recorder: of requests that have ended, which is closed with it; None records nothing.
         dialect: how the model writes tool calls and reasoning.
+        media: loads images and videos; None where the model sees none.
     """
 
     def __init__(
@@ -91,9 +94,11 @@ class Frontend:
         embedding: EmbeddingDefaults = LAST_TOKEN,
         recorder: RequestRecorder | None = None,
         dialect: Dialect = PLAIN,
+        media: MediaLoader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.dialect = dialect
+        self.media = media
         self.served_names = served_names
         self.default_sampling = defaults.sampling
         self.embedding = embedding
@@ -139,6 +144,8 @@ class Frontend:
             await asyncio.to_thread(self.recorder.close)
         for workers in (self._workers, self._long_worker, self._grammar_worker):
             workers.shutdown(wait=False, cancel_futures=True)
+        if self.media is not None:
+            self.media.close()
 
     def end_all(self, error: PenstockError) -> None:
         """End every request with an error."""
@@ -397,6 +404,8 @@ class Frontend:
         prediction: Sequence[int] = (),
         pooling: Pooling | None = None,
         shown: frozenset[int] = frozenset(),
+        media: tuple[MediaSpan, ...] = (),
+        pixels: tuple[bytes, ...] = (),
     ) -> Generation:
         """Have a request run.
 
@@ -411,6 +420,7 @@ class Frontend:
             prediction: see `Request`.
             pooling: embed the prompts; None generates.
             shown: special tokens that are part of the texts all the same.
+            media, pixels: of a single prompt; see `Request`.
 
         Raises, and then nothing of it runs:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
@@ -454,6 +464,8 @@ class Frontend:
                         cache_salt=cache_salt,
                         prediction=prediction,
                     )
+                if media:
+                    sequences = [replace(sequence, media=media, pixels=pixels) for sequence in sequences]
                 first = generation.add(part_id, sequences)
                 if params.structured_outputs is not None:
                     self.metrics.observe_structured(params.structured_outputs.kind)

@@ -149,7 +149,7 @@ class Generation:
         by_output = [*sequences] * (count // len(sequences))
         usage = Usage(prompt_tokens=len(sequences[0].prompt))
         part = _Part(request_id, by_output, streams, usage, count, [None] * count)
-        if self._frontend.recorder is not None:
+        if self._frontend.recorder is not None and not sequences[0].media:  # which is not written, nor replayed
             scored = self._params.logprobs is not None
             part.outputs = [RecordedOutput([], logprobs=[] if scored else None) for _ in range(count)]
         self._parts.append(part)

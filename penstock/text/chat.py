@@ -25,6 +25,11 @@ _PROBE = "penstock-probe"
 _CONTINUE_MARK = "\ufdd0continue here\ufdd1 "  # the space at the end shows whether a template strips content
 
 
+class Placeholder(dict[str, Any]):
+    """A part of a message in whose place a template writes what stands for an image or a video: its type is "image" or
+    "video". Clients' own parts are none, whatever they say."""
+
+
 class ChatTemplate:
     """One compiled template. Safe to use from several threads.
 
@@ -122,8 +127,9 @@ class ChatTemplate:
 def normalise(messages: list[Message]) -> list[Message]:
     """Messages as templates expect them, in new dicts.
 
-    Content becomes one string (text parts are joined by newlines), keys that are None go, tool call arguments become
-    objects, and reasoning is found under each of its names. Raises `InvalidRequest` or `UnsupportedField`.
+    Content becomes one string (text parts are joined by newlines) unless there are placeholders in it, keys that are
+    None go, tool call arguments become objects, and reasoning is found under each of its names. Raises `InvalidRequest`
+    or `UnsupportedField`.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages: at least one message is needed", "messages")
@@ -144,13 +150,15 @@ def _normalise_message(message: Message, where: str) -> Message:
     return message
 
 
-def _content(content: object, where: str) -> str:
+def _content(content: object, where: str) -> str | list[Any]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where}: must be a string or a list of parts", "messages")
     texts = []
     for i, part in enumerate(content):
+        if isinstance(part, Placeholder):
+            continue
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise InvalidRequest(f"{where}[{i}]: must be an object with a type", "messages")
@@ -159,7 +167,7 @@ def _content(content: object, where: str) -> str:
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{where}[{i}].text: must be a string", "messages")
         texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(texts) if len(texts) == len(content) else content
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
@@ -187,7 +195,7 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def _in_parts(message: Message) -> Message:
-    if "content" not in message:
+    if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
@@ -195,6 +203,8 @@ def _in_parts(message: Message) -> Message:
 def _marked(message: Message) -> Message:
     if "content" not in message:
         raise InvalidRequest("messages: the final message has no content to continue", "messages")
+    if not isinstance(message["content"], str):
+        raise InvalidRequest("messages: the final message has more than text, which cannot be continued", "messages")
     return {**message, "content": message["content"] + _CONTINUE_MARK}
 
 

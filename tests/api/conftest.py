@@ -20,6 +20,7 @@ from penstock.core.request import TokenLogprobs
 from penstock.core.sampling import SamplingParams
 from penstock.core.service_level import ServiceLevel
 from penstock.core.wire.master import History
+from penstock.media.loader import MediaLoader
 from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
 from penstock.service.embedding import EmbeddingDefaults
@@ -146,6 +147,7 @@ class ScriptedFrontend:
     modelled: dict[str, int] | None = None
     modelled_some = False
     dialect = PLAIN
+    media: MediaLoader | None = None
     fingerprint: str | None = "f00d"
 
     def __init__(self) -> None:

@@ -197,7 +197,8 @@ async def test_image_parts_are_refused_by_name(client: httpx.AsyncClient) -> Non
     response = await client.post(URL, json={"messages": [{"role": "user", "content": parts}]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "unsupported_field"
-    assert "image_url" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "messages[0].content[0].image_url"
+    assert "this model takes text alone" in response.json()["error"]["message"]
 
 
 async def test_priority_is_handed_on(client: httpx.AsyncClient, frontend: Any) -> None:

@@ -137,7 +137,15 @@ async def test_blocks_are_messages_of_a_chat(client: httpx.AsyncClient, frontend
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role: 'system', allowed is 'user' or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type: 'image' is not supported",
+            "messages[0].content[0].source: {}, allowed is an object with a type",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}
+                ]
+            },
+            "messages[0].content[0].source: parts with images are not supported, this model takes text alone",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type: 'image' is not supported"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: missing"),

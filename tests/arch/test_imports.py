@@ -15,19 +15,20 @@ RULES = {
     "kv": {"core"},
     "text": {"core"},
     "workload": {"core"},
+    "media": {"core"},
     "obs": {"core"},
     "nn": {"core"},
     "transfer": {"core", "kv"},
     "sched": {"core", "kv"},
     "engine": {"core", "kv", "sched", "nn", "transfer", "text", "obs"},
-    "service": {"core", "kv", "sched", "text", "obs"},
-    "api": {"core", "text", "service", "obs"},
+    "service": {"core", "kv", "sched", "text", "media", "obs"},
+    "api": {"core", "text", "media", "service", "obs"},
     "sim": {"core", "kv", "sched", "service", "workload", "obs"},
     "bench": {"core", "workload", "obs"},
     "drill": {"core", "workload", "transfer", "service", "sim", "bench"},
 }
 EVERYTHING = ["cli", "llm"]  # put the rest together, so they may import all of it
-TORCH_FREE = ["core", "kv", "sched", "text", "workload", "obs", "transfer", "service", "sim", "api", "bench", "drill"]
+TORCH_FREE = [room for room in RULES if room not in ("nn", "engine")]
 PURE = ["sched", "kv", "sim"]  # no clock, no hidden randomness, no environment, no I/O
 IMPURE = {
     "time",

@@ -50,6 +50,24 @@ SHARP = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "beta_fast": 32, "beta_sl
 EXPERTS = {"num_experts_per_tok": 3}
 NARROW = {"moe_intermediate_size": 36}
 
+# of checkpoints that see, in config.json beside their language model's "text_config"
+SEES: dict[str, Any] = {
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+        "window_size": 56,
+        "tokens_per_second": 2,
+    },
+    "image_token_id": 301,
+    "video_token_id": 302,
+    "vision_start_token_id": 303,
+    "vision_end_token_id": 304,
+}
+
 # name -> (model_type, what differs from SIZE)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -79,6 +97,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "num_experts": 6, **NARROW, "shared_expert_intermediate_size": 48}),
+    "qwen2.5-vl": ("qwen2_5_vl", {**SEES, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_experts": 12, **NARROW, "head_dim": 24, "norm_topk_prob": True}),
@@ -102,6 +121,14 @@ SIZE = {
 }
 
 
+def auto_class(name: str) -> Any:
+    """What reads such a checkpoint in transformers."""
+    import transformers
+
+    sees = "vision_config" in ARCHITECTURES[name][1]
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def write_checkpoint(
     directory: Path,
     name: str,
@@ -120,14 +147,18 @@ def write_checkpoint(
             config.json speaks of the whole.
         further: with the layer that predicts further tokens (DeepSeek-V3).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from tools.mtp import FurtherTokens, with_further_tokens
 
     model_type, own = ARCHITECTURES[name]
-    config = AutoConfig.for_model(model_type, **{**SIZE, **own, **changes})
+    options = {**SIZE, **own, **changes}
+    if "vision_config" in own:
+        beside = {key: options.pop(key) for key in own.keys() & {*SEES}}
+        options = {**beside, "text_config": options, "tie_word_embeddings": bool(options.get("tie_word_embeddings"))}
+    config = AutoConfig.for_model(model_type, **options)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(name).from_config(config, dtype=torch.float32)
     head = FurtherTokens(model) if further else None
     named = [*model.named_parameters(), *(() if head is None else head.named_parameters())]
     for parameter_name, parameter in named:  # far from near-zero, so that every part matters
@@ -136,7 +167,8 @@ def write_checkpoint(
         elif parameter.ndim == 1:
             parameter.data.normal_(mean=1.0, std=0.2)
         else:
-            parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+            ins = parameter.shape[-1] if parameter.ndim < 4 else parameter[0].numel()  # a patch's are all of it
+            parameter.data.normal_(std=1.2 * ins**-0.5)
     whole = model.to(dtype)
     tensors = None if head is None else with_further_tokens(whole, head.to(dtype))
     (whole.model if bare else whole).save_pretrained(directory, max_shard_size=shard_size, state_dict=tensors)

@@ -9,7 +9,7 @@ from penstock.engine.cache import KVCache, make_layout
 from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
 from penstock.nn.ops import OPS
-from tests.helpers.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.helpers.checkpoints import ARCHITECTURES, auto_class, write_checkpoint
 
 transformers = pytest.importorskip("transformers")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -18,7 +18,7 @@ LENGTHS = (1, 17, 300)
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def checkpoint(request, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    return write_checkpoint(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
 @pytest.fixture(params=DEVICES)
@@ -49,7 +49,7 @@ def new_cache(model, blocks=16):
 
 
 def peer(checkpoint, device):
-    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device).eval()
+    return auto_class(checkpoint.name).from_pretrained(checkpoint, dtype=torch.float32).to(device).eval()
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from penstock.nn.models.mistral import Mistral
 from penstock.nn.models.mixtral import Mixtral
 from penstock.nn.models.phi3 import Phi3
 from penstock.nn.models.qwen2 import Qwen2
+from penstock.nn.models.qwen2_5_vl import Qwen25VL
 from penstock.nn.models.qwen2_moe import Qwen2MoE
 from penstock.nn.models.qwen3 import Qwen3
 from penstock.nn.models.qwen3_moe import Qwen3MoE
@@ -29,6 +30,7 @@ MODELS: dict[str, type[Decoder]] = {
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
     "Phi3ForCausalLM": Phi3,
+    "Qwen2_5_VLForConditionalGeneration": Qwen25VL,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen2MoeForCausalLM": Qwen2MoE,
     "Qwen3ForCausalLM": Qwen3,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.core.request import MediaSpan
 from penstock.nn import ops
 from penstock.nn.batch import Batch
 from penstock.nn.bounded_logits import LEAST, BoundedLogits, Take
@@ -60,6 +61,8 @@ class Decoder(nn.Module):
         draft_head: where it is asked for, at the last stage; it shares the embedding and the head.
         headless: its logits mean nothing: the checkpoint is an embedding model's.
         bounded_logits: where it has them; see `bound_logits`.
+        visual: the tower by which it sees, at the first stage; None where there is none.
+        tower_weights: of a block of that, as `weights`.
 
     Args:
         shard: of every layer's heads and gates, and of the vocabulary; and of the layers, where it is one of several
@@ -68,6 +71,7 @@ class Decoder(nn.Module):
 
     weights: ClassVar[WeightMap] = WEIGHTS
     draft_weights: ClassVar[WeightMap] = {}
+    tower_weights: ClassVar[WeightMap] = {}
     norm: ClassVar[Norm] = RMSNorm
 
     @staticmethod
@@ -90,6 +94,7 @@ class Decoder(nn.Module):
         if config.draft_head and shard.is_last:
             self.draft_head = DraftHead(config, self.block(config, config.num_layers - 1, shard), self.norm)
         self.headless = False
+        self.visual: nn.Module | None = None
         self._rotations: list[Rotation] = []
         self.bounded_logits: BoundedLogits | None = None
 
@@ -191,6 +196,8 @@ class Decoder(nn.Module):
         if came is None:
             assert self.model.embed_tokens is not None
             x = self.model.embed_tokens(batch.tokens)
+            if batch.seen is not None:
+                x = x.index_copy(0, *batch.seen)
             residual = torch.zeros_like(x)
         else:
             x, residual = came.unbind()
@@ -253,9 +260,21 @@ class Decoder(nn.Module):
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of a step's rows, two of [rows, dim / 2] for each of the config's `ropes`."""
+        return [rotation(batch.positions, batch.reach) for rotation in self._tables()]
+
+    def _tables(self) -> list[Rotation]:
+        """One for each of `ropes`."""
         if not self._rotations:
             self._rotations = [Rotation(self.config, rope, self.dtype, self.device) for rope in self.config.ropes]
-        return [rotation(batch.positions, batch.reach) for rotation in self._rotations]
+        return self._rotations
+
+    def look_at(self, span: MediaSpan, pixels: Tensor) -> Tensor:
+        """What stands in place of a span's tokens, [length, hidden], at the first stage of a model that sees.
+
+        Args:
+            pixels: [frames, height, width, 3] bytes.
+        """
+        raise NotImplementedError
 
     def rotation_tables(self) -> list[tuple[Tensor, Tensor]]:
         """What `rotations` have been looked up in."""

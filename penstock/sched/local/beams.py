@@ -239,6 +239,7 @@ class BeamGroup(Sequence):
             self.request.seed,
             candidates=self._candidates,
             branches=Branches(rows, self.rows, blocks[first:]),
+            media=self.request.media,
         )
 
     @property

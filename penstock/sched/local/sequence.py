@@ -158,7 +158,11 @@ class Sequence:
         self.pooling: Pooling | None = request.pooling
         self.pooled: list[float] = []
         self.special = bool(
-            self.steered or params.min_tokens or self.prompt_logprobs is not None or self.pooling is not None
+            self.steered
+            or params.min_tokens
+            or self.prompt_logprobs is not None
+            or self.pooling is not None
+            or request.media
         )
         self.root = salted(root, request.cache_salt) if request.cache_salt else root
         self.tokens = [*request.prompt, *request.generated]
@@ -355,6 +359,8 @@ class Sequence:
             step.targets = self.targets(count)
             if self.pooling == "mean" or end == len(tokens):
                 step.pool = self.pooling
+            if request.media:
+                step.media, step.pixels = request.media, request.pixels_of(start, end)
         return step
 
     def pool(self, part: Items[float]) -> TokenOutput | None:

@@ -1,0 +1,148 @@
+"""A request's images and videos, from their URLs to what a model takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from penstock.core.errors import InvalidRequest, Overloaded, PromptTooLong
+from penstock.core.request import MediaKind, MediaSpan
+from penstock.media.limits import MediaLimits
+from penstock.media.processor import Made, Processor, Refused
+from penstock.media.sources import fetch, read_data
+from penstock.media.workers import Worker
+
+WORKERS = 2
+FETCHES = 8
+MOST_WAITING = 256 << 20  # bytes of images and videos that are fetched and decoded, or wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """
+    Attributes:
+        field: where it came.
+    """
+
+    kind: MediaKind
+    url: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens, and what some of them stand for; see `Request`."""
+
+    tokens: list[int]
+    media: tuple[MediaSpan, ...] = ()
+    pixels: tuple[bytes, ...] = ()
+
+
+def _is_data(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+class MediaLoader:
+    """For one event loop; all that takes time is done elsewhere."""
+
+    def __init__(self, processor: Processor, limits: MediaLimits) -> None:
+        self.processor, self.limits = processor, limits
+        self._waiting = 0
+        self._fetchers = ThreadPoolExecutor(FETCHES, "media-fetch")
+        self._threads = ThreadPoolExecutor(WORKERS, "media")
+        self._all = [Worker() for _ in range(WORKERS)]
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._all:
+            self._idle.put(worker)
+
+    async def load(self, parts: Sequence[MediaPart]) -> list[Made]:
+        """
+        Raises:
+            InvalidRequest: naming the part, and what is wrong with it.
+            Overloaded: too many are waited for already.
+        """
+        limits = self.limits
+        if len(parts) > limits.count:
+            field = parts[limits.count].field
+            problem = f"{len(parts)} images and videos, at most {limits.count} are allowed (--max-media-count)"
+            raise InvalidRequest(f"{field}: {problem}", field)
+        share = sum(len(part.url) if _is_data(part.url) else limits.bytes for part in parts)
+        if self._waiting and self._waiting + share > MOST_WAITING:
+            problem = f"{self._waiting} bytes of images wait to be decoded, at most {MOST_WAITING} are allowed"
+            raise Overloaded(f"the queue is full: {problem}", retry_after=1.0)
+        self._waiting += share
+        try:
+            loading = [asyncio.ensure_future(self._one(part)) for part in parts]
+            try:
+                return await asyncio.gather(*loading)
+            finally:
+                for one in loading:
+                    one.cancel()
+        finally:
+            self._waiting -= share
+
+    async def _one(self, part: MediaPart) -> Made:
+        loop = asyncio.get_running_loop()
+        try:
+            if _is_data(part.url):
+                data = await loop.run_in_executor(self._fetchers, read_data, part.url, self.limits)
+            else:
+                data = await loop.run_in_executor(self._fetchers, fetch, part.url, self.limits)
+            return await loop.run_in_executor(self._threads, self._make, part.kind, data)
+        except Refused as why:
+            what = "the image" if part.kind == "image" else "the video"
+            raise InvalidRequest(f"{part.field}: {what} {why}", part.field) from None
+
+    def _make(self, kind: MediaKind, data: bytes) -> Made:
+        worker = self._idle.get()
+        try:
+            return worker.make(kind, data, self.processor, self.limits)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        for pool in (self._fetchers, self._threads):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._all:
+            worker.close()
+
+    def placed(self, tokens: Sequence[int], made: Sequence[Made], most: int) -> Prompt:
+        """A prompt in which as many tokens stand for each image as it has, where the chat template wrote one.
+
+        Args:
+            most: tokens of a sequence.
+
+        Raises:
+            InvalidRequest: the template has not written one for each, or the text has some of its own.
+            PromptTooLong: with the images it is longer than that.
+        """
+        kinds = {self.processor.image_token: "image"}
+        if self.processor.video_token is not None:
+            kinds[self.processor.video_token] = "video"
+        found = [(place, kinds[token]) for place, token in enumerate(tokens) if token in kinds]
+        if [kind for _, kind in found] != [one.kind for one in made]:
+            raise InvalidRequest(
+                f"messages: the prompt has {len(found)} places for images and videos, the request brings {len(made)}; "
+                "allowed is one for each, in the same order, and no text that reads as one",
+                "messages",
+            )
+        total = len(tokens) - len(made) + sum(one.length for one in made)
+        if total >= most:
+            raise PromptTooLong.of(total, most)
+        result: list[int] = []
+        spans: list[MediaSpan] = []
+        known: dict[bytes, bytes] = {}  # so that what comes twice is held once
+        pixels: list[bytes] = []
+        done = 0
+        for (place, _), one in zip(found, made, strict=True):
+            result += tokens[done:place]
+            spans.append(
+                MediaSpan(len(result), one.length, one.digest, one.kind, one.grid, one.interval, one.shape, one.source)
+            )
+            pixels.append(known.setdefault(one.digest, one.pixels))
+            result += [tokens[place]] * one.length
+            done = place + 1
+        return Prompt([*result, *tokens[done:]], tuple(spans), tuple(pixels))

@@ -1,0 +1,208 @@
+"""Models that see: as transformers does, and the same tokens however a request runs."""
+
+import random
+
+import pytest
+import torch
+
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.sampling import SamplingParams
+from penstock.engine.cache import KVCache, make_layout
+from penstock.nn import native
+from penstock.nn.batch import Batch
+from penstock.nn.loader import load_model
+from penstock.nn.mrope import rotary_positions
+from tests.helpers.checkpoints import auto_class, write_checkpoint
+from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.pictures import IMAGE, picture, seeing
+from tests.helpers.ranks import load_shards, make_parallel_engine
+
+transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+SMALL, LARGE = picture(3, 5, 1), picture(9, 7, 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "qwen2.5-vl", "qwen2.5-vl")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint, CPU)
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 300) for _ in range(length)]
+
+
+def theirs(checkpoint, request):
+    """Logits of transformers, of which the media's tokens are of kinds 1 and 2."""
+    model = auto_class(checkpoint.name).from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokens = torch.tensor([request.prompt])
+    kinds = torch.zeros_like(tokens)
+    given = {"image": ([], []), "video": ([], [])}
+    for span, pixels in zip(request.media, request.pixels, strict=True):
+        kinds[0, span.start : span.start + span.length] = 1 if span.kind == "image" else 2
+        frames = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(*span.shape, 3).permute(0, 3, 1, 2)
+        values, grid = given[span.kind]
+        values.append(patches_of(frames))
+        grid.append([span.grid[0], 2 * span.grid[1], 2 * span.grid[2]])
+    more = {}
+    for kind, names in (
+        ("image", ("pixel_values", "image_grid_thw")),
+        ("video", ("pixel_values_videos", "video_grid_thw")),
+    ):
+        if given[kind][0]:
+            more |= dict(zip(names, (torch.cat(given[kind][0]), torch.tensor(given[kind][1])), strict=True))
+    if given["video"][0]:
+        intervals = [span.interval for span in request.media if span.kind == "video"]
+        more["second_per_grid_ts"] = torch.tensor(intervals) / model.config.vision_config.tokens_per_second
+    return model(tokens, mm_token_type_ids=kinds, **more).logits[0]
+
+
+def patches_of(frames):
+    """By transformers' own processor, of frames that need no other size."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    own = Qwen2VLImageProcessorPil(size={"shortest_edge": 1, "longest_edge": 1 << 30})
+    if len(frames) == 1:
+        return own(frames[0], return_tensors="pt")["pixel_values"]
+    values = [own(frame, return_tensors="pt")["pixel_values"].view(-1, 3, 2, 196)[:, :, 0] for frame in frames]
+    pairs = [torch.stack((a, b), dim=2).flatten(1) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return torch.cat(pairs)
+
+
+def ours(model, request, chunks):
+    layout = make_layout(model.config, model.dtype, "block", "")
+    cache = KVCache.on_device(layout, 16, CPU)
+    cache.slots.zero_()
+    engine = make_engine(model)
+    rows, done = [], 0
+    for chunk in [*chunks, len(request.prompt)]:
+        own = request.prompt[done : done + chunk]
+        if not own:
+            break
+        end = done + len(own)
+        blocks = tuple(range(-(-end // BLOCK_TOKENS)))
+        step = SequenceStep("r", done, own, blocks, 1, SamplingParams(), 0)
+        step.media, step.pixels = request.media, request.pixels_of(done, end)
+        batch = Batch([step], CPU)
+        batch.seen = engine.executor.worker.media.seen(model, batch)
+        rows.append(model.logits(model(batch, cache.layers)))
+        done = end
+    return torch.cat(rows)
+
+
+ASKED = {
+    "image": [text(9, 1), SMALL, text(20, 2)],
+    "images": [LARGE, text(5, 3), SMALL, text(1, 8), SMALL, text(1, 4)],
+    "video": [text(3, 5), (picture(3, 4, 3, frames=6), 1.5), text(30, 6), SMALL, text(4, 7)],
+    "slow video": [text(3, 5), (picture(2, 2, 3, frames=4), 0.6), text(9, 6)],
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ASKED)
+def test_logits(checkpoint, model, name):
+    request = seeing("r", ASKED[name])
+    expected = theirs(checkpoint, request)
+    for chunks in ((), (11, 1, 30, 7)):
+        assert (ours(model, request, chunks) - expected).abs().max() < 1e-4
+
+
+def test_same_tokens_however_it_runs(model):
+    def mine(**options):
+        return seeing("mine", [text(20, 1), LARGE, text(5, 2), SMALL, text(9, 3)], **SAMPLED, **options)
+
+    alone = Collector(make_engine(model)).run(mine())["mine"]
+    assert len(set(alone)) > 3
+    others = [make_request(f"r{i}", text(7 + 23 * i, i), seed=i, temperature=1.0) for i in range(5)]
+    others += [seeing(f"s{i}", [text(3 + i, i), picture(2 + i, 3, i), text(4, i)], seed=i) for i in range(3)]
+    assert Collector(make_engine(model)).run(*others[:6], mine(), *others[6:])["mine"] == alone
+    for budget in (1, 7, 64):
+        assert Collector(make_engine(model, budget=budget, sequences=1)).run(mine())["mine"] == alone
+    assert Collector(make_engine(model, ahead=False)).run(mine())["mine"] == alone
+    assert Collector(make_engine(model, graph_mode="eager")).run(mine())["mine"] == alone
+    for prefix_cache in (True, False):
+        assert preempted(model, mine, prefix_cache) == alone
+    forgetful = make_engine(model, budget=16, sequences=1)
+    forgetful.executor.worker.media._most = 0
+    assert Collector(forgetful).run(mine())["mine"] == alone
+    assert forgetful.executor.worker.media.looked > 2, "nothing was kept, so chunks look again"
+    beams = seeing("mine", [text(20, 1), SMALL, text(9, 3)], n=3, use_beam_search=True, max_tokens=8)
+    Collector(make_engine(model)).run(beams)
+
+
+def preempted(model, mine, prefix_cache):
+    crowded = Collector(make_engine(model, blocks=8, model_len=512, prefix_cache=prefix_cache))
+    for i in range(2):
+        crowded.engine.add(make_request(f"urgent{i}", text(100, i), max_tokens=120, priority=-1))
+    crowded.engine.add(mine())
+    for _ in range(10):
+        crowded.step()
+    assert 0 < len(crowded.tokens["mine"]) < 24
+    before = crowded.engine.scheduler.counters.preemptions
+    crowded.engine.add(make_request("bully", text(150, 5), max_tokens=8, priority=-2))
+    while crowded.engine.scheduler.counters.preemptions == before:
+        crowded.step()
+    return crowded.run()["mine"]
+
+
+def test_prefixes_are_found_by_what_is_seen(model):
+    """The placeholders are the same tokens, whatever they stand for."""
+    collector = Collector(make_engine(model))
+    asked = [text(20, 1), LARGE, text(70, 2)]
+    first = collector.run(seeing("first", asked))["first"]
+    assert collector.run(seeing("again", asked))["again"] == first
+    worker = collector.engine.executor.worker
+    assert collector.cached["again"] == 152
+    assert worker.media.looked == 1
+    other = [text(20, 1), picture(9, 7, 3), text(70, 2)]
+    found = collector.run(seeing("other", other))["other"]
+    assert collector.cached["other"] == 0
+    assert found == Collector(make_engine(model, prefix_cache=False)).run(seeing("other", other))["other"] != first
+    moved = [text(40, 4), LARGE, text(9, 2)]
+    collector.run(seeing("moved", moved))
+    assert worker.media.looked == 2, "its embeddings were kept"
+    worker.media.check()
+
+
+def test_what_is_kept_is_bounded(model):
+    collector = Collector(make_engine(model, prefix_cache=False))
+    media = collector.engine.executor.worker.media
+    media._most = 3 * 15 * 64 * 4  # three small ones
+    for turn, i in enumerate((1, 2, 3, 1, 4, 2)):
+        collector.run(seeing(f"r{turn}", [picture(3, 5, i), [5]], max_tokens=1))
+        media.check()
+    assert (media.looked, media.found) == (5, 1), "the fourth took the place of the second"
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_two_ranks_say_what_one_says(checkpoint, model):
+    asked = [seeing(name, parts, max_tokens=10) for name, parts in ASKED.items()]
+    one = Collector(make_engine(model)).run(*asked)
+    assert Collector(make_parallel_engine(load_shards(checkpoint, 2))).run(*asked) == one
+
+
+def test_positions_behind_a_long_video():
+    """Behind the greatest position in it, as the models' own code has it, so that a token's does not depend on whether
+    it was in the prompt."""
+    request = seeing("r", [[1, 2], (picture(1, 2, 3, frames=6), 4.5), [3, 4]])
+    assert rotary_positions(request.media, 0, 10).tolist() == [
+        [0, 1, 2, 2, 6, 6, 11, 11, 12, 13],
+        [0, 1, 2, 2, 2, 2, 2, 2, 12, 13],
+        [0, 1, 2, 3, 2, 3, 2, 3, 12, 13],
+    ]
+    for start in range(10):
+        for end in range(start + 1, 11):
+            whole = rotary_positions(request.media, 0, 12)
+            assert torch.equal(rotary_positions(request.media, start, end - start), whole[:, start:end])
+
+
+def test_placeholders_without_media_are_tokens(model):
+    """As transformers has it."""
+    collector = Collector(make_engine(model))
+    assert len(collector.run(make_request("r", [5, IMAGE, IMAGE, 6]))["r"]) == 24
