@@ -13,9 +13,11 @@ import torch
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.engine.build import EngineOptions, build_engine
+from penstock.engine.executor import processes
 from penstock.nn import native
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_request
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
 KINDS = ("qwen3-moe", "deepseek-v3")
@@ -106,19 +108,37 @@ def test_groups_of_different_models_do_not_meet(folders, tmp_path):
         closing.join(60)
 
 
-def test_a_rank_that_is_killed_ends_all_groups(folders, tmp_path):
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_rank_that_is_killed_ends_all_groups(folders, tmp_path, idle):
+    """Also one that has nothing to compute, and would not notice."""
     groups = Groups(folders["qwen3-moe"], tmp_path / "door", 2, enable_expert_parallel=True, tensor_parallel_size=2)
+    first, second = groups.built
     try:
         groups.run([asked(0), asked(1)])
-        victim = groups.built[1].engine.executor._others.others[0].process
-        os.kill(victim.pid, signal.SIGKILL)
-        says = "data-parallel group 1 .* has ended|has failed", "was killed by SIGKILL"
-        for built, of_it in zip(groups.built, says, strict=True):
-            with pytest.raises(RankFailed, match=of_it):
-                tokens(built, [make_request("b", [1, 2, 3], max_tokens=400)])
+        os.kill(second.engine.executor._others.others[0].process.pid, signal.SIGKILL)
+        if not idle:
+            with pytest.raises(RankFailed, match=r"data-parallel group 1 .* has ended|has failed"):
+                tokens(first, [make_request("a", [1, 2, 3], max_tokens=400)])
+        with pytest.raises(RankFailed, match="was killed by SIGKILL"):
+            tokens(second, [make_request("b", [1, 2, 3], max_tokens=400)])
+        second.engine.close()
+        eventually(lambda: first.engine.executor._others.failure is not None)
     finally:
-        for built in groups.built:
-            built.engine.executor._others.close()
+        groups.close()
+
+
+def test_a_rank_that_stands_still_is_named_by_its_own_group(folders, tmp_path, monkeypatch):
+    groups = Groups(folders["qwen3-moe"], tmp_path / "door", 2, enable_expert_parallel=True, tensor_parallel_size=2)
+    first, second = groups.built
+    try:
+        monkeypatch.setattr(processes, "LOOK", 0.05)
+        (rank,) = second.engine.executor._others.others
+        os.kill(rank.process.pid, signal.SIGSTOP)
+        with pytest.raises(RankFailed):
+            tokens(first, [make_request("a", [1, 2, 3], max_tokens=4)])
+        assert str(second.engine.executor._others.failure) == f"{rank.name} stands still"
+    finally:
+        groups.close()
 
 
 @pytest.mark.parametrize(

@@ -674,7 +674,7 @@ def test_placeholders_of_other_media_share_nothing_from_there_on():
     engine, prompt = make(), [1] * 70 + [2] * 60 + [3] * 40
     for name, digest, cached in (("a", b"cat", 0), ("b", b"dog", 64), ("c", b"cat", 168)):
         media = (MediaSpan(70, 60, digest),)
-        engine.scheduler.add(request(name, prompt, media=media))
+        engine.scheduler.add(request(name, prompt, media=media, pixels=(b"",)))
         sequence = engine.scheduler.sequence(name)
         run(engine)
         assert sequence.cached_tokens == cached

@@ -186,16 +186,14 @@ class Exchanges:
             return []
         return [self._of_experts(stage, 0) for stage in range(self.layout.pipeline)]
 
-    def awaits_groups(self, rank: int) -> bool:
-        """Whether one has been waiting for other groups so long that it sleeps. From any thread."""
-        _, stage, shard = self.layout.place(rank)
-        return self._groups is not None and self._groups.waits(stage, shard)
-
     def awaits(self, rank: int) -> int | None:
-        """Which rank one has been waiting for so long that it sleeps. From any thread."""
+        """Which rank one has been waiting for so long that it sleeps; -1 is one of another group. From any thread."""
         if (found := self.world.awaits(rank)) is not None:
             return found
         _, stage, shard = self.layout.place(rank)
+        if self._groups is not None and (awaited := self._groups.awaits(stage, shard)) is not None:
+            group, other = awaited
+            return stage * self.layout.tensor + other if group == self._groups.group else -1
         for sets in filter(None, (self._stage_sets, self._expert_sets)):
             if (found := sets[stage].awaits(shard)) is not None:
                 return stage * self.layout.tensor + found

@@ -39,12 +39,13 @@ class GroupMemory:
 
     Attributes:
         fd: of the memory, zeros at first.
+        group: this one's number.
         steps: this group among all; by it is known which steps were begun.
         ahead: steps that another group may have begun before this one has ended one that it has not begun.
     """
 
     def __init__(self, fd: int, layout: Layout, group: int) -> None:
-        self.fd, self._layout, self._group = fd, layout, group
+        self.fd, self._layout, self.group = fd, layout, group
         self._memory = mmap.mmap(fd, self.bytes_for(layout))
         self.steps = SharedMemoryRanks(self._memory, group, layout.data)
         self._first = SharedMemoryRanks.bytes_for(layout.data)
@@ -67,7 +68,7 @@ class GroupMemory:
 
     def experts(self, stage: int, shard: int, parent: int = 0) -> Shard:
         """A rank of this group among all that share a stage's experts."""
-        number, size = self._group * self._layout.tensor + shard, self._layout.expert_ranks
+        number, size = self.group * self._layout.tensor + shard, self._layout.expert_ranks
         return Shard(number, size, self._ranks(stage, number, parent), apart=True)
 
     def _ranks(self, stage: int, number: int, parent: int = 0) -> SharedMemoryRanks:
@@ -75,16 +76,17 @@ class GroupMemory:
         start = self._first + stage * SharedMemoryRanks.bytes_for(size)
         return SharedMemoryRanks(self._memory, number, size, parent, start)
 
-    def waits(self, stage: int, shard: int) -> bool:
-        """Whether a rank of this group has been waiting for one of any group so long that it sleeps."""
-        number = self._group * self._layout.tensor + shard
-        return self._ranks(stage, number).awaits(number) is not None
+    def awaits(self, stage: int, shard: int) -> tuple[int, int] | None:
+        """Which group, and which shard of it, a rank of this one has been waiting for so long that it sleeps."""
+        number = self.group * self._layout.tensor + shard
+        found = self._ranks(stage, number).awaits(number)
+        return None if found is None else divmod(found, self._layout.tensor)
 
     def fail(self) -> None:
         """This group has failed: every wait ends, in all groups. From any thread."""
-        self.steps.fail(self._group)
+        self.steps.fail(self.group)
         for stage in range(self._layout.pipeline):
-            self._ranks(stage, 0).fail(self._group * self._layout.tensor)
+            self._ranks(stage, 0).fail(self.group * self._layout.tensor)
 
 
 class Groups:

@@ -165,7 +165,9 @@ class PipelineExecutor:
 
     def close(self) -> None:
         if self._groups is not None:
-            self._groups.leave()
+            with suppress(RankFailed, ConfigError):  # then nobody is to wait for this one
+                self._others.expect_alive()
+                self._groups.leave()
         if self._others.can_settle:
             self._thread.settle()
         self._close()

@@ -378,10 +378,10 @@ class RankProcesses:
         """The rank that others wait for, while it waits for none; 0 where nobody waits."""
         number = self._layout.answering if self._answers is not None and self._answers.awaited else 0
         for _ in range(self._layout.group_size):
-            if self.exchanges.awaits_groups(number):
-                return 0  # who is to be blamed is in another group
             if (other := self.exchanges.awaits(number)) is None:
                 break
+            if other < 0:
+                return 0  # who is to be blamed is in another group
             number = other
         return number
 
