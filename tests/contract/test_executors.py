@@ -15,6 +15,7 @@ import penstock.engine.loop
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.plan import Branches, SequenceStep, StepPlan, TailCopy
+from penstock.core.request import MediaSpan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.executor import processes
@@ -260,6 +261,8 @@ def test_plans_arrive_as_they_were():
         pool="mean",
         following=7,
         proposes=3,
+        media=[MediaSpan(100, 2, b"digest")],
+        pixels=[(b"digest", bytes(12))],
     )
     others = replace(whole, request_id="b", generated=None, branches=None)
     plan = StepPlan((whole, others), (4,), ("c",), (TailCopy(1, 4, 20),))
