@@ -163,7 +163,12 @@ def _locked(folder: Path, *, make: bool) -> int | None:
     """The lock of a folder, a file to be closed; None when somebody has it. Raises OSError."""
     for _ in range(MOST_TRIES):
         if make:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
+            except FileExistsError:
+                if folder.exists() and not folder.is_dir():
+                    raise
+                continue  # just deleted
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600)
         except FileNotFoundError:

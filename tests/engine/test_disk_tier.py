@@ -311,9 +311,11 @@ def test_a_folder_is_never_of_two_engines_whoever_deletes_it_meanwhile(tmp_path)
 
     with ThreadPoolExecutor(5) as pool:
         deleting = pool.submit(delete)
-        for running in [pool.submit(run) for _ in range(4)]:
-            running.result(60)
-        over.set()
+        try:
+            for running in [pool.submit(run) for _ in range(4)]:
+                running.result(60)
+        finally:
+            over.set()
         deleting.result(60)
     assert not wrong
 
