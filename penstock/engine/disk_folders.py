@@ -165,7 +165,7 @@ def _locked(folder: Path, *, make: bool) -> int | None:
         if make:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has what users wrote
-            except FileExistsError:
+            except (FileExistsError, FileNotFoundError):
                 if folder.exists() and not folder.is_dir():
                     raise
                 continue  # just deleted
