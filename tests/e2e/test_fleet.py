@@ -206,6 +206,7 @@ def text_of(chunks):
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
+@pytest.mark.slow
 def test_hosts_join_leave_and_fail_and_no_token_is_lost(tmp_path):
     cluster = {"host": "127.0.0.1", "port": free_port(), "secret": "of these hosts"}
     slow = PACED | {"slowdown": 3}

@@ -44,6 +44,7 @@ def whole(alone):
     return found
 
 
+@pytest.mark.slow
 def test_a_hand_off_from_shards_to_stages_is_of_the_same_tokens(alone):
     """Over TCP, which takes bytes along: a block is whole, whichever rank has computed what of it."""
     assert between("tcp", TWO, STAGED) == whole(alone)
