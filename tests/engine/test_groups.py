@@ -3,6 +3,7 @@ those of one rank alone."""
 
 import os
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -99,6 +100,11 @@ def test_groups_of_different_models_do_not_meet(folders, tmp_path):
     way = {"data_parallel_size": 2, "enable_expert_parallel": True, "data_parallel_address": door}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(build, folders["qwen3-moe"], **way)
+        for said in (b"", b"?"):  # who ends before it has said anything, or is no engine, is nobody
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                eventually(lambda stranger=stranger: stranger.connect_ex(door) == 0)
+                if said:
+                    stranger.send(said)
         with pytest.raises(ConfigError, match=r"data-parallel-address: group 1 is 1TP2DPEP .*deepseek"):
             build(folders["deepseek-v3"], data_parallel_rank=1, **way)
         second = build(folders["qwen3-moe"], data_parallel_rank=1, **way)  # and the first still waits for its like

@@ -2,7 +2,7 @@
 sequences and a KV cache of its own.
 
 Every layer with experts is a meeting of all groups, so all compute the same number of steps: who has nothing to compute
-takes part in what another one has begun (`stages.py`). They are there together or not at all: where one ends, all do,
+takes part in what another one has begun (`pipeline.py`). They are there together or not at all: where one ends, all do,
 and meet again when they have been started anew.
 """
 
@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from penstock.core.errors import ConfigError, RankFailed, Unavailable
 from penstock.core.parallel import Layout
@@ -137,7 +139,7 @@ class Groups:
 
     def _let_in(self, link: socket.socket) -> None:
         link.settimeout(LOOK)
-        with suppress(OSError):
+        with suppress(OSError, msgspec.DecodeError):  # it has ended, or is no engine
             if isinstance(joins := decode_from_group(link.recv(MAX_MESSAGE)), Joins):
                 if joins.what != self._joins.what:
                     link.send(encode(Refused(f"group {joins.group} is {joins.what}, group 0 is {self._joins.what}")))
