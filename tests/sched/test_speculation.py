@@ -216,6 +216,9 @@ def test_vllms_settings_are_taken():
     found = make_speculation(json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}))
     assert found is not None
     assert found.most == 4
+    found = make_speculation('{"method": "deepseek_mtp", "num_speculative_tokens": 2}')
+    assert found is not None
+    assert found.head == "mtp"
 
 
 # --- steps with drafts

@@ -79,6 +79,8 @@ def _make(asked: str) -> Speculation | None:
         return None
     config = dict(BY_DEFAULT) if asked == AUTO else _parsed(asked)
     method = config.pop("method", None)
+    if isinstance(method, str) and method.endswith("_mtp"):
+        method = "mtp"  # vLLM's names of before, by family: deepseek_mtp
     if method not in PROPOSERS:
         raise ValueError(f'"method": {" or ".join(json.dumps(name) for name in PROPOSERS)}')
     count = _whole("num_speculative_tokens", config.pop("num_speculative_tokens", None), 1, MOST_DRAFTS)
