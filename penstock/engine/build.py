@@ -320,10 +320,6 @@ def _check_groups(options: EngineOptions, device: torch.device) -> None:
         raise ConfigError(f"data-parallel-rank: {options.data_parallel_rank}, {allowed}", "data-parallel-rank")
     if options.enable_dbo:
         raise ConfigError(f"{DBO}: true, with {what} allowed is false", DBO)
-    speculation = make_speculation(options.speculative_config)
-    if speculation is not None and speculation.head is not None:  # which drafts more often in one group than in another
-        why = f"method {speculation.head}, with {what} allowed are ngram and off"
-        raise ConfigError(f"speculative-config: {why}", "speculative-config")
 
 
 def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:

@@ -60,6 +60,7 @@ def draft(
     hidden: Tensor,
     sampled: Tensor | None,
     runs: Sequence[Sequence[int]],
+    least: int = 0,
 ) -> dict[str, list[int]]:
     """Have the draft head compute what the model has computed.
 
@@ -68,6 +69,7 @@ def draft(
         hidden: [rows, hidden], of all its rows, normed.
         sampled: what was drawn after each row that was sampled; None where none was.
         runs: the same of each sequence with `sample`, as far as it is right.
+        least: how often the head computes, if only to take part in what it computes elsewhere.
 
     Returns:
         As `StepResult.proposed`.
@@ -75,7 +77,7 @@ def draft(
     asked = _asked(cache, plan, batch, runs)
     kept = to_device([each.row for each in asked] or [len(hidden) - 1], hidden.device)
     hidden = model.draft(hidden, _following(plan, batch, sampled), batch, cache.layers, kept)
-    groups, going = len(batch.tables), asked
+    groups, going, computed = len(batch.tables), asked, 1
     while going:
         rows = [each.next_row(groups) for each in going]
         tokens = _drawn(model, hidden, rows)
@@ -89,6 +91,9 @@ def draft(
         if going:
             ahead = Batch(rows, hidden.device, None, scratch, groups=groups)
             hidden = model.draft(hidden, tokens, ahead, cache.layers)
+            computed += 1
+    for _ in range(computed, least):
+        model.accompany_draft()
     return {each.step.request_id: each.drafts for each in asked}
 
 

@@ -59,6 +59,7 @@ class Runner:
         before, after: where its rows come from and go to, where the model is one of several stages. Only the last
             stage's steps have results.
         media_bytes: of embeddings of images that are kept, at most.
+        drafts: that a model's head makes in a row, at most. Where groups meet for experts, each step has as many.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Runner:
         before: Pipe | None = None,
         after: Pipe | None = None,
         media_bytes: int = MEDIA_CACHE,
+        drafts: int = 0,
     ) -> None:
-        self._graph_mode = graph_mode
+        self._graph_mode, self._drafts = graph_mode, drafts
         self._before, self._after = before, after
         self.media = MediaEmbeddings(media_bytes)
         self.take(model)
@@ -97,6 +99,12 @@ class Runner:
     @property
     def generates(self) -> bool:
         return not self.model.headless
+
+    @property
+    def _meeting(self) -> int:
+        """How often the draft head computes in each step of all groups."""
+        experts = self.model.shard.experts
+        return self._drafts if experts is not None and experts.apart else 0
 
     @property
     def mask_costs(self) -> MaskCosts:
@@ -132,6 +140,8 @@ class Runner:
             self.switch(plan.switch)
         if not plan.sequences:
             self.model.accompany()
+            for _ in range(self._drafts):
+                self.model.accompany_draft()
             return StepResult([], [])
         placed = None
         if not cache.direct or plan.fresh_blocks or plan.copies:
@@ -206,7 +216,7 @@ class Runner:
             self._sampled, self._ids, result = drawn.tokens, drawn.ids, drawn.result(sampled)
             ids = drawn.tokens
         if self.model.draft_head is not None:
-            found = draft(self.model, self.cache, self._scratch, plan, batch, hidden, ids, result.tokens)
+            found = draft(self.model, self.cache, self._scratch, plan, batch, hidden, ids, result.tokens, self._meeting)
             result = replace(result, proposed=found)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)

@@ -82,6 +82,7 @@ class Worker:
         self.before, self.after = (None, None) if others is None else (others.before, others.after)
         speculation = make_speculation(options.speculative_config)
         self._head = None if speculation is None else speculation.head
+        self._drafts = 0 if speculation is None or self._head is None else speculation.most
         self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
         self._gone = False  # the weights, to be read again
@@ -152,8 +153,8 @@ class Worker:
 
     def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:
         options = self.options
-        media = options.media_cache_memory
-        return Runner(self.model, cache, options.graph_mode, grammars, self.before, self.after, media)
+        pipes, media = (self.before, self.after), options.media_cache_memory
+        return Runner(self.model, cache, options.graph_mode, grammars, *pipes, media, self._drafts)
 
     def _touch_memory(self, tokens: int) -> float:
         """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest.

@@ -36,7 +36,12 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     pytest.importorskip("transformers")
-    return {kind: write_checkpoint(tmp_path_factory.mktemp(kind), kind, dtype=torch.float32) for kind in KINDS}
+
+    def write(kind):
+        further = kind == "deepseek-v3"
+        return write_checkpoint(tmp_path_factory.mktemp(kind), kind, dtype=torch.float32, further=further)
+
+    return {kind: write(kind) for kind in KINDS}
 
 
 def build(folder, **options):
@@ -78,14 +83,19 @@ def asked(group):
 
 @pytest.mark.parametrize(("kind", "tensor", "pipeline", "data", "experts"), LAYOUTS)
 def test_every_layout_computes_the_tokens_of_one_rank(folders, tmp_path, kind, tensor, pipeline, data, experts):
-    """Also where only some groups have anything to compute, and where they end at different times."""
+    """Also where only some groups have anything to compute, and where they end at different times; DeepSeek's drafts
+    by its own head."""
     alone = build(folders[kind])
     expected = [tokens(alone, asked(group)) for group in range(data)]
     alone.close()
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_expert_parallel": experts}
+    if kind == "deepseek-v3":
+        sizes["speculative_config"] = '{"method": "mtp", "num_speculative_tokens": 2, "adaptive": false}'
     groups = Groups(folders[kind], tmp_path / "door", data, max_num_batched_tokens=70, **sizes)
     try:
         assert groups.run([asked(group) for group in range(data)]) == expected
+        if kind == "deepseek-v3":
+            assert all(built.engine.scheduler.speculation.counters.drafts for built in groups.built)
         some = [asked(group) if group == data - 1 else [] for group in range(data)]
         assert groups.run(some)[-1] == expected[-1]
         if experts and data > 1:
@@ -152,10 +162,6 @@ def test_a_rank_that_stands_still_is_named_by_its_own_group(folders, tmp_path, m
     [
         ({"data_parallel_rank": 2}, "data-parallel-rank: 2, allowed is 0 to 1"),
         ({"data_parallel_address": None}, "a data-parallel-address is needed"),
-        (
-            {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 1}'},
-            "method mtp, with data-parallel-size",
-        ),
         ({"enable_dbo": True}, "enable-dbo: true, with data-parallel-size: 2 with enable-expert-parallel allowed is"),
     ],
 )

@@ -28,6 +28,7 @@ from penstock.core.wire.rank import MAX_MESSAGE, FromGroup, Joins, Leaves, Refus
 from penstock.engine.options import EngineOptions
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import PAGE, SharedMemoryRanks
+from penstock.sched.local.speculation import make_speculation
 
 log = logging.getLogger("penstock.engine")
 LOOK = 0.5  # seconds between two looks whether the parent process is there
@@ -103,7 +104,7 @@ class Groups:
         assert options.data_parallel_address is not None
         self._layout, self._group = options.layout, options.data_parallel_rank
         self._door, self._parent = Path(options.data_parallel_address), os.getppid()
-        self._joins = Joins(self._group, os.getpid(), f"{self._layout} {options.model} {options.dtype}")
+        self._joins = Joins(self._group, os.getpid(), _what(options))
         self._links: dict[int, tuple[int, socket.socket]] = {}  # group -> process and link
         fd = self._open_door() if self._group == 0 else self._knock()
         self.memory = GroupMemory(fd, self._layout, self._group)
@@ -256,6 +257,13 @@ class Groups:
         self.memory.fail()
         for _, link in self._links.values():
             link.close()
+
+
+def _what(options: EngineOptions) -> str:
+    """What all groups have to have in common."""
+    drafts = make_speculation(options.speculative_config)
+    heads = "" if drafts is None or drafts.head is None else f", {drafts.most} drafts of {drafts.head}"
+    return f"{options.layout} {options.model} {options.dtype}{heads}"
 
 
 def _nobody(message: FromGroup) -> None:

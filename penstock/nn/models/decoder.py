@@ -236,8 +236,16 @@ class Decoder(nn.Module):
     def accompany(self) -> None:
         """Take part in a step of other data-parallel groups, with no rows. Raises RankFailed."""
         for layer in self.model.layers:
-            if isinstance(layer.feed_forward, MixtureOfExperts):
-                layer.feed_forward.accompany(self.dtype)
+            self._accompany(cast(Block, layer))
+
+    def accompany_draft(self) -> None:
+        """The same when their draft heads compute rows."""
+        if self.draft_head is not None:
+            self._accompany(self.draft_head.block)
+
+    def _accompany(self, layer: Block) -> None:
+        if isinstance(layer.feed_forward, MixtureOfExperts):
+            layer.feed_forward.accompany(self.dtype)
 
     def draft(
         self, hidden: Tensor, following: Tensor, batch: Batch, cache: KVLayers, kept: Tensor | None = None
