@@ -28,6 +28,7 @@ from penstock.api.schema import (
     sampling_params,
     service_level,
     whole_number,
+    whole_numbers,
 )
 from penstock.api.sse import Shape, send_events, send_whole
 from penstock.api.structured import check_grammar
@@ -128,7 +129,8 @@ class ChatBody(GenerationBody):
     @property
     def given_prompt(self) -> list[int] | None:
         """The prompt's tokens, where another instance has made them of these messages: a router brings them."""
-        return (self.kv_transfer_params or {}).get("prompt_token_ids")
+        tokens: list[int] | None = whole_numbers((self.kv_transfer_params or {}).get("prompt_token_ids"))
+        return tokens
 
     @property
     def thinking_budget(self) -> int | None:

@@ -39,7 +39,7 @@ def whole_number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _whole_numbers(values: Any) -> Any:
+def whole_numbers(values: Any) -> Any:
     """The same for each in a list, in which there is hardly ever one."""
     return [*map(whole_number, values)] if isinstance(values, list) and float in set(map(type, values)) else values
 
@@ -48,7 +48,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), BeforeValidator(whole_n
 Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 TokenIds = Annotated[
-    list[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], Field(fail_fast=True), BeforeValidator(_whole_numbers)
+    list[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], Field(fail_fast=True), BeforeValidator(whole_numbers)
 ]
 Names = Callable[[InvalidRequest], InvalidRequest]
 Prompts = str | list[str] | list[int] | list[list[int]]
@@ -452,7 +452,7 @@ def prompts_of(
         if isinstance(tokens, list):
             if max_model_len is not None and len(tokens) >= max_model_len:
                 raise PromptTooLong.of(len(tokens), max_model_len)
-            prompts[i] = _whole_numbers(tokens)
+            prompts[i] = whole_numbers(tokens)
             check_token_ids(prompts[i], vocab_size, field)
     return prompts
 
