@@ -153,8 +153,8 @@ class Worker:
 
     def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:
         options = self.options
-        pipes, media = (self.before, self.after), options.media_cache_memory
-        return Runner(self.model, cache, options.graph_mode, grammars, *pipes, media, self._drafts)
+        pipes = self.before, self.after
+        return Runner(self.model, cache, options.graph_mode, grammars, *pipes, self._drafts)
 
     def _touch_memory(self, tokens: int) -> float:
         """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest.
@@ -182,6 +182,7 @@ class Worker:
             blocks: of the pool, in ascending order, whose memory nobody needs any more; None is all.
         """
         self.runner.cache.forget()
+        self.runner.media.forget()
         if self.pool is not None:
             for first, count in _runs(range(self.pool.memory.num_blocks) if blocks is None else blocks):
                 self.pool.memory.punch(first, count)
