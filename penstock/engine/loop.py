@@ -96,6 +96,7 @@ class Engine:
             (`sched.local.steps`).
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
+        encode_budget: the same of tokens that stand for what a step encodes; None where the model sees nothing.
         prefaulter: prepares blocks; None where blocks need no preparation.
         movers: copy blocks for the scheduler's tiers, by their names.
 
@@ -119,6 +120,7 @@ class Engine:
         budget: StepBudget | None = None,
         prefaulter: Expects | None = None,
         movers: Mapping[str, TierBelow] = {},
+        encode_budget: StepBudget | None = None,
     ) -> None:
         assert [*movers] == ([] if scheduler.offload is None else [lane.name for lane in scheduler.offload.lanes])
         self.scheduler = scheduler
@@ -131,7 +133,7 @@ class Engine:
         self.cache_logs: dict[str, CacheLog] = {}
         self._clock = clock
         self._ledger = ledger
-        self._budget = budget
+        self._budget, self._encode_budget = budget, encode_budget
         self._prefaulter = prefaulter
         self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
@@ -313,13 +315,23 @@ class Engine:
             self.tell(())
             self._expect()
         self.write_down()
-        if ran.result.interrupted or plan.encodes:
+        if ran.result.interrupted:
+            return outputs
+        if plan.encodes:
+            self._encoded(plan, took)
             return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
         if (budget := self._budget) is not None and budget.ran(plan.num_tokens, took):
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
+
+    def _encoded(self, plan: StepPlan, took: float) -> None:
+        """Find out from a step how much one may encode: each image is computed by itself, and so takes its share."""
+        tokens = sum([each.span.length for each in plan.encodes if not each.made])
+        budget = self._encode_budget
+        if budget is not None and tokens and budget.ran(budget.tokens, took * budget.tokens / tokens):
+            self.scheduler.limits = replace(self.scheduler.limits, encode_budget=budget.tokens)
 
     # --- the tiers below the device
 
