@@ -6,7 +6,7 @@ JSON:
     secured             whether who connects has to know the deployment's secret, in PENSTOCK_CLUSTER_SECRET
     shown_as            its name in the log; without one where there is only one engine
     parent              process id; without that process this one ends
-    role                "any", "prefill" or "decode": what the master means to place here
+    role                "any", "prefill", "decode" or "encode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     kv_pool             the socket of the host's KV pool server; null for memory of its own

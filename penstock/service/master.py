@@ -743,6 +743,7 @@ class Master:
             queue=self._queue.demands,
             offline=self._backlog.demands,
             rates=self._rates.rates(now),
+            encoders=[session.view() for session in self._roster.encoders(now)],
         )
 
     # --- roles and numbers

@@ -322,9 +322,9 @@ class ModelSection:
             seen.add(group.name)
 
     def _check_roles(self, groups: Sequence[Group]) -> None:
-        """The role "prefill" needs instances that decode, and "decode" needs instances that prefill."""
+        """The role "prefill" needs instances that decode, "decode" and "encode" need instances that prefill."""
         roles = {group.role for group in groups}
-        for role, other in (("decode", "prefill"), ("prefill", "decode")):
+        for role, other in (("decode", "prefill"), ("prefill", "decode"), ("encode", "prefill")):
             if role in roles and not roles & {other, "any"}:
                 at = next(i for i, group in enumerate(groups) if group.role == role)
                 self.file.complain(

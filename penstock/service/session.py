@@ -350,6 +350,7 @@ class Roster:
     def __init__(self, sessions: Mapping[str, InstanceSession], touched: set[str]) -> None:
         self._sessions, self._touched = sessions, touched
         self._able: list[InstanceSession] = []
+        self._encoders: list[InstanceSession] = []
         self._loads: list[InstanceLoad] = []  # of those, in the same order
         self._history: list[int] = []  # places of those that changed; see `Instances`
         self._places: dict[str, int] = {}  # in both
@@ -383,6 +384,11 @@ class Roster:
         self._unseen.clear()
         return Instances(self._loads, self._history)
 
+    def encoders(self, now: float) -> list[InstanceSession]:
+        """Instances of the role "encode" that may be given images now."""
+        self.able(now)
+        return self._encoders
+
     @property
     def shortest(self) -> int:
         """The least `max_model_len` of them; 0 without any."""
@@ -392,7 +398,9 @@ class Roster:
         taking = [session for session in self._sessions.values() if not session.leaving]
         fresh = [session for session in taking if not session.silent(now)]
         self._oldest = min((session.heard for session in fresh), default=-inf)
-        self._able = fresh or [session for session in taking if now - session.heard <= DEAD_AFTER]
+        able = fresh or [session for session in taking if now - session.heard <= DEAD_AFTER]
+        self._encoders = [session for session in fresh if session.role == "encode"]
+        self._able = [session for session in able if session.role != "encode"] or able
         self._loads, self._history = [session.view() for session in self._able], []
         self._places = {session.name: place for place, session in enumerate(self._able)}
         self._shortest = min((session.ready.max_model_len for session in self._able), default=0)
@@ -400,7 +408,13 @@ class Roster:
     def _is_misplaced(self, name: str) -> bool:
         """Whether one may be given work that was not, or the other way round."""
         session = self._sessions.get(name)
-        return session is not None and (name in self._places) == (session.leaving or session.suspected)
+        if session is None:
+            return False
+        return self._has_place(session) == (session.leaving or session.suspected)
+
+    def _has_place(self, session: InstanceSession) -> bool:
+        encodes = any(encoder is session for encoder in self._encoders)
+        return encodes == (session.role == "encode") and (encodes or session.name in self._places)
 
     def check(self) -> None:
         """Raise AssertionError unless the incremental state equals a recomputed one."""

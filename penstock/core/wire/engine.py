@@ -14,8 +14,11 @@ from penstock.core.request import Request, TokenOutput
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
 
-Role = Literal["any", "prefill", "decode"]
+Role = Literal["any", "prefill", "decode", "encode"]
 Stage = Literal["prefill", "decode"]  # of a request
+# Which stages of a request with images are together (xLLM 3.3): "E+P+D" encodes at instances of the role "encode",
+# "EP+D" where its prompt is prefilled, "ED+P" where it is to decode, and "EPD" has all of it at one instance.
+MediaRoute = Literal["E+P+D", "EP+D", "ED+P", "EPD"]
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -240,7 +240,8 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """A moment of the cluster.
 
     Attributes:
-        instances: those that may be given work now.
+        instances: those that may be given sequences now: not those of the role "encode", unless there are no others.
+        encoders: those of the role "encode" that may be given images now.
         queue: online sequences without a place, in order of arrival.
         offline: the first of those that are offline.
         rates: recent rates.
@@ -253,6 +254,7 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     offline: Sequence[Demand] = ()
     rates: Rates = Rates()
     shortest: int = 0
+    encoders: Sequence[InstanceLoad] = ()
 
 
 class Move(Struct, frozen=True, kw_only=True):
