@@ -10,7 +10,7 @@ import msgspec
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.layout import KVLayout
 from penstock.core.memory import Part
-from penstock.core.request import Request, TokenOutput
+from penstock.core.request import MediaSpan, Request, TokenOutput
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
 
@@ -56,6 +56,21 @@ class Source(msgspec.Struct, frozen=True):
         return "the KV pool" if self.peer is None else self.peer.name
 
 
+class ImageSource(msgspec.Struct, frozen=True):
+    """Who has, or is about to have, what the model makes of an image of a prompt.
+
+    Attributes:
+        digest: of the image; see `MediaSpan`.
+        encodes: it is to look at it first, for which it is sent `Encode`; else it has it from before.
+        patience_ms: that this may take; after it who prefills looks at it itself.
+    """
+
+    digest: bytes
+    peer: Peer
+    encodes: bool
+    patience_ms: float
+
+
 # --- commands
 
 
@@ -84,6 +99,8 @@ class Enqueue(msgspec.Struct, tag=True, frozen=True):
         route: where it is to go on; empty where it stays.
         source: from where blocks are to be fetched before it runs; `Fetched` tells what came of that. None computes
             what is not in the cache.
+        images: those whose pixels are not sent along, but are looked at elsewhere. It runs when what came of them is
+            here; `Lacking` says of which nothing came.
     """
 
     to: int
@@ -91,6 +108,35 @@ class Enqueue(msgspec.Struct, tag=True, frozen=True):
     generation: int = 0
     route: list[Leg] = []
     source: Source | None = None
+    images: list[ImageSource] = []
+
+
+class Encode(msgspec.Struct, tag=True, frozen=True):
+    """Look at images: another engine is about to ask for what comes of it, over its peer link.
+
+    Attributes:
+        request_id: whose they are.
+        pixels: of each of `media`, as in `Request`.
+    """
+
+    to: int
+    request_id: str
+    media: list[MediaSpan]
+    pixels: list[bytes]
+
+
+class Pixels(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a `Lacking`: the request's images of which nothing came, to be looked at where it is.
+
+    Attributes:
+        generation: the attempt that is meant.
+        images: (digest, pixels) of each.
+    """
+
+    to: int
+    request_id: str
+    generation: int
+    images: list[tuple[bytes, bytes]]
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -193,6 +239,8 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 Command = (
     Hello
     | Enqueue
+    | Encode
+    | Pixels
     | Cancel
     | Migrate
     | LinkPeer
@@ -370,6 +418,21 @@ class Fetched(msgspec.Struct, tag=True, frozen=True):
     ms: float
 
 
+class Lacking(msgspec.Struct, tag=True, frozen=True):
+    """What was to be made of images elsewhere has not come, and will not be waited for: their pixels are needed here.
+
+    Attributes:
+        digests: of these.
+        reason: why nothing came of one of them.
+    """
+
+    incarnation: int
+    request_id: str
+    generation: int
+    digests: list[bytes]
+    reason: str
+
+
 class Slept(msgspec.Struct, tag=True, frozen=True):
     """The answer to a `Sleep` or a `WakeUp`, when it is done; or why it is not: then the engine is as it was before.
 
@@ -493,6 +556,7 @@ Event = (
     | Refused
     | Stayed
     | Fetched
+    | Lacking
     | Slept
     | Snapshot
     | CacheDelta
