@@ -469,6 +469,8 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         load_ms: tier below the device -> of 64 tokens from there, as was measured lately, or is believed.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
         speed: of its latest steps, as a share of what they are without factors; None while there are too few.
+        encode_ms: of an image's token, a recent mean of steps that looked at images and did nothing else; None before
+            there was one.
     """
 
     incarnation: int
@@ -497,6 +499,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     load_ms: dict[str, float] = {}
     factors: dict[str, float]
     speed: float | None = None
+    encode_ms: float | None = None
 
 
 class CacheDelta(msgspec.Struct, tag=True, frozen=True):
@@ -506,6 +509,7 @@ class CacheDelta(msgspec.Struct, tag=True, frozen=True):
         sequence: counts up by one within an incarnation, in each tier for itself; a gap is a reason to `AskCache`.
         tier: "device", where blocks are computed with, or one below it from which they are loaded first: "host", "disk"
             or "remote". What lies in several is told in each. Of "remote" an instance tells what it has put there.
+            "embeddings" has digests instead, of images whose embeddings it gives to others.
         whole: `added` is everything in this tier and replaces what was known of it; other tiers are not affected.
     """
 
