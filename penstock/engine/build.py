@@ -209,6 +209,7 @@ def _build(
         windows=windows,
         tail_interval=options.tail_key_interval,
         stages=options.pipeline_parallel_size,
+        media_tokens=options.media_cache_memory // (model.config.hidden_size * model.dtype.itemsize),
     )
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "

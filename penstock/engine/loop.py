@@ -214,7 +214,7 @@ class Engine:
         now = self._clock.now()
         plan = self.scheduler.schedule(now, self._delay)
         self._order_moves()
-        if not plan.sequences:
+        if plan.empty:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
@@ -313,7 +313,7 @@ class Engine:
             self.tell(())
             self._expect()
         self.write_down()
-        if ran.result.interrupted or plan.has_media:
+        if ran.result.interrupted or plan.encodes:
             return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
@@ -410,8 +410,9 @@ class Engine:
         return not (self.has_work or self._moving or scheduler.num_migrating or scheduler.pool.used)
 
     def clear_cache(self) -> list[int]:
-        """Forget all prefixes on the device. Returns the blocks whose memory may be given back."""
+        """Forget all prefixes and embeddings on the device. Returns the blocks whose memory may be given back."""
         blocks = self.scheduler.pool.clear()
+        self.scheduler.encodes.forget()
         if self._ledger is not None:
             self._ledger.clear(blocks)
         self.write_down()
