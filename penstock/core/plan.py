@@ -103,12 +103,14 @@ class Encode(NamedTuple):
         request_id: the first of those that want it.
         pixels: as `Request` has them.
         made: [tokens, hidden], what another instance has made of it, in place of pixels; b"" where nobody has.
+        wanted: what is made of it is part of the step's result, for other instances.
     """
 
     request_id: str
     span: MediaSpan
     pixels: bytes
     made: bytes = b""
+    wanted: bool = False
 
 
 class StepWork(NamedTuple):
@@ -229,6 +231,7 @@ class StepResult:
         interrupted: the step was told to end early: nothing of it may be used, and all else is empty.
         proposed: request id -> drafts of what follows its run, by the model's draft head: as many as the step
             `proposes`, or fewer.
+        embeddings: digest -> [tokens, hidden] in the model's dtype, of the step's `encodes` that are `wanted`.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -239,6 +242,7 @@ class StepResult:
     pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
     interrupted: bool = False
     proposed: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    embeddings: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

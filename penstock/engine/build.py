@@ -228,7 +228,8 @@ def _build(
     worker.save_weights()
     executor = _executor(worker, clock, others)
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
+    media = 0 if model.visual is None else options.media_cache_memory
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, media)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 

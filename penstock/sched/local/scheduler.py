@@ -194,7 +194,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        waits = self._waiting or self._loading or self._awaiting or self.encodes.waiting
+        waits = self._waiting or self._loading or self._awaiting or self.encodes.waiting or self.encodes.asked
         return bool(self._running or self._in_flight.ending or waits)
 
     @property
@@ -580,7 +580,7 @@ class Scheduler:
         if self.encodes and not builder.grants:
             here = [s for s in self._alone.values() if s in self._running or s.id in self.encodes.waiting]
             first = min(here, key=served, default=None)
-            builder.encodes = self.encodes.choose(0, None, lambda s: s is first)
+            builder.encodes = self.encodes.choose(0, None, lambda s: s is first, others=False)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         return builder
 
