@@ -17,10 +17,8 @@ def chosen(encodes, budget=100, before=None):
 
 def test_they_are_looked_at_in_order_as_far_as_a_step_goes():
     encodes = Encodes(1000)
-    assert not encodes
     for name in "abc":
         assert encodes.ask("r", image(name, 60), b"pixels") == ""
-    assert encodes
     assert [chosen(encodes) for _ in range(4)] == [["a"], ["b"], ["c"], []]
     encodes.check()
 
@@ -35,7 +33,7 @@ def test_one_that_is_kept_on_the_device_is_only_given():
     assert encodes.looked == 1
     encodes.ask("r", image("b", 60), b"pixels")
     assert chosen(encodes) == ["b"]
-    assert encodes.take_forgotten() == (b"a",)
+    assert encodes.forgotten == [b"a"]
 
 
 def test_what_does_not_fit_is_told():

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.plan import BLOCK_TOKENS, Encode
+from penstock.core.plan import BLOCK_TOKENS, Encode, StepPlan
 from penstock.core.request import MediaSpan, Request
 from penstock.sched.local.sequence import Sequence
 
@@ -32,7 +32,9 @@ class Encodes:
         used: tokens whose embeddings are kept, or being made.
         gives: whether others may want what is made, so that results have it.
         asked: what others have it look at, that no step does yet, by digest.
-        waiting: sequences that wait for the first that they need, by id.
+        starts: sequences with media that are still to be computed, and what is cached of each before it runs.
+        waiting: those of them that wait for the first that they need, by id.
+        forgotten: what the runner is to let go of with the next plan.
         looked: how many were to be made since the start; `found`: how many were there when they were wanted.
     """
 
@@ -47,12 +49,8 @@ class Encodes:
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # digest -> tokens
         self._coming: set[bytes] = set()  # of these, what is not there yet
         self._brought: dict[bytes, bytes] = {}  # from other instances, and not in the runner yet
-        self._forgotten: list[bytes] = []  # since the last plan
-        self._starts: dict[Sequence, int] = {}  # sequences with media before their end, and from where they begin
-
-    def __bool__(self) -> bool:
-        """Whether there is a sequence with media that are still to be computed, or something to look at for others."""
-        return bool(self._starts or self.asked)
+        self.forgotten: list[bytes] = []
+        self.starts: dict[Sequence, int] = {}
 
     @property
     def under_way(self) -> bool:
@@ -78,23 +76,24 @@ class Encodes:
         Args:
             start: tokens of it that were found in the prefix cache.
         """
-        if sequence not in self._starts:
+        if sequence not in self.starts:
             for span in _after(sequence, start):
                 self.found += span.digest in self._kept
-        self._starts[sequence] = start
+        self.starts[sequence] = start
 
-    def leave(self, sequence: Sequence) -> None:
-        self._starts.pop(sequence, None)
-        self.waiting.pop(sequence.id, None)
+    def leave(self, sequence: Sequence) -> bool:
+        """It goes. Returns whether it waited."""
+        self.starts.pop(sequence, None)
+        return self.waiting.pop(sequence.id, None) is not None
 
     def wait(self, sequence: Sequence, start: int) -> None:
         """It is to be computed from there on, and what it needs first is not there."""
-        self._starts[sequence] = start
+        self.starts[sequence] = start
         self.waiting[sequence.id] = sequence
 
     def arrived(self) -> list[Sequence]:
         """Those that need not wait any more, and no longer do."""
-        there = [s for s in self.waiting.values() if self.most(s, self._starts[s])]
+        there = [s for s in self.waiting.values() if self.most(s, self.starts[s])]
         for sequence in there:
             del self.waiting[sequence.id]
         return there
@@ -143,9 +142,9 @@ class Encodes:
             granted: sequences of which it computes something.
             others: also what others have it look at: beside such steps prompts wait every other time.
         """
-        for sequence in [s for s in self._starts if s.blocks and _end(s) <= s.settled]:
-            del self._starts[sequence]
-        starts = {s: s.computed if s.blocks else start for s, start in self._starts.items()}
+        for sequence in [s for s in self.starts if s.blocks and _end(s) <= s.settled]:
+            del self.starts[sequence]
+        starts = {s: s.computed if s.blocks else start for s, start in self.starts.items()}
         wanted = {span.digest for s, start in starts.items() for span in _after(s, start)}
         needed = {span.digest for s, start in starts.items() if s in granted for span in _after(s, start)}
         chosen: list[Encode] = []
@@ -212,7 +211,7 @@ class Encodes:
             return False
         for digest in gone:
             self.used -= self._kept.pop(digest)
-        self._forgotten += gone
+        self.forgotten += gone
         return True
 
     def _take(self, span: MediaSpan, *, made: bool) -> None:
@@ -225,28 +224,28 @@ class Encodes:
             self._coming.add(span.digest)
 
     def take_forgotten(self) -> tuple[bytes, ...]:
-        """What the runner is to let go of with the next plan, before that makes anything."""
-        forgotten, self._forgotten = self._forgotten, []
+        """For the next plan."""
+        forgotten, self.forgotten = self.forgotten, []
         return tuple(forgotten)
 
     def made(self, digests: Iterable[bytes]) -> None:
         """These encodes have ended, which steps did not wait for."""
         self._coming.difference_update(digests)
 
-    def undone(self, encodes: Iterable[Encode], forgotten: Iterable[bytes]) -> None:
+    def undone(self, plan: StepPlan) -> None:
         """A step has not come about. What it has made all the same is made again."""
-        for encode in encodes:
+        for encode in plan.encodes:
             digest = encode.span.digest
             self._coming.discard(digest)
             if digest in self._kept:
                 self.used -= self._kept.pop(digest)
-                self._forgotten.append(digest)
-        self._forgotten += forgotten
+                self.forgotten.append(digest)
+        self.forgotten += plan.forgotten
 
     def forget(self) -> None:
         """Have the runner let go of all; nothing is being made."""
         assert not self._coming
-        self._forgotten += self._kept
+        self.forgotten += self._kept
         self._kept.clear()
         self._brought.clear()
         self.used = 0
@@ -255,7 +254,7 @@ class Encodes:
         """Raise AssertionError unless what is kept is within its bounds."""
         assert self.used == sum(self._kept.values()) <= self.room
         assert self._coming <= self._kept.keys()
-        assert {*self.waiting.values()} <= self._starts.keys()
+        assert {*self.waiting.values()} <= self.starts.keys()
         assert not any(s.blocks for s in self.waiting.values())
 
 

@@ -145,7 +145,10 @@ class Scheduler:
         self._in_flight = InFlightSteps(stages)
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows, tail_interval)
         self._windows = windows
-        self.encodes = Encodes(media_tokens)  # what waits for one is unknown to the policy
+        self.encodes = Encodes(media_tokens)
+        self._seeing: Mapping[Sequence, int] = self.encodes.starts  # of requests that are text alone nothing is there
+        self._encoding: Mapping[str, Sequence] = self.encodes.waiting  # unknown to the policy
+        self._asked: Mapping[bytes, Encode] = self.encodes.asked  # by others
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
         self._running: list[Sequence] = []
@@ -180,7 +183,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Those that wait for blocks to be loaded or fetched, or for encodes, included."""
-        return len(self._waiting) + len(self._loading) + len(self._awaiting) + len(self.encodes.waiting)
+        return len(self._waiting) + len(self._loading) + len(self._awaiting) + len(self._encoding)
 
     @property
     def num_migrating(self) -> int:
@@ -194,7 +197,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        waits = self._waiting or self._loading or self._awaiting or self.encodes.waiting or self.encodes.asked
+        waits = self._waiting or self._loading or self._awaiting or self._encoding or self._asked
         return bool(self._running or self._in_flight.ending or waits)
 
     @property
@@ -235,7 +238,7 @@ class Scheduler:
     @property
     def _elsewhere(self) -> tuple[Sequence, ...]:
         """Those that wait for something else than their turn."""
-        return (*self._loading.values(), *self._awaiting.values(), *self.encodes.waiting.values())
+        return (*self._loading.values(), *self._awaiting.values(), *self._encoding.values())
 
     def add(self, request: Request, *, migrates: bool = False, awaits: bool = False, now: float = 0.0) -> None:
         """Add a request.
@@ -264,7 +267,8 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
         if request.params.use_beam_search:
             check_group(request, self.limits, self.kv.kept_blocks(self.pool.num_blocks))
-        self.encodes.check_request(request)
+        if request.media:
+            self.encodes.check_request(request)
         sequence = self._make(request, now)
         sequence.migrates = migrates
         if self.offload is not None:
@@ -300,10 +304,8 @@ class Scheduler:
             return True
         if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
             return True
-        if request_id in self.encodes.waiting:
-            self.encodes.leave(sequence)
+        if sequence.request.media and self.encodes.leave(sequence):
             return True
-        self.encodes.leave(sequence)
         self._policy.leave(sequence)
         if sequence.blocks:  # running and migrating sequences hold blocks, others do not
             if not (self._migrating.pop(request_id, None) or self._in_flight.ending.pop(request_id, None)):
@@ -473,7 +475,7 @@ class Scheduler:
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
-        for sequence in self.encodes.arrived() if self.encodes.waiting else ():
+        for sequence in self.encodes.arrived() if self._encoding else ():
             self._queue(sequence)
         builder = self._taking_turns(delay) if self._alone else self._build(delay)
         self.counters.prompt_tokens += builder.prompt_tokens
@@ -490,7 +492,7 @@ class Scheduler:
         if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
         released, self._released = self._released, []
-        forgotten = self.encodes.take_forgotten()
+        forgotten = self.encodes.take_forgotten() if self.encodes.forgotten else ()
         plan = builder.plan(released, self.kv.take_copies() if self.kv.copies else (), forgotten)
         if speculation is not None and speculation.head is not None:
             self._ask_head(plan, speculation)
@@ -503,14 +505,14 @@ class Scheduler:
         together = self._running if not self._alone else [s for s in self._running if s.id not in self._alone]
         for sequence in together:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
-        if self.encodes:  # the last token of a prompt may be one of an image
+        if self._seeing:  # the last token of a prompt may be one of an image
             prefilling += [s for s in decoding if not self._reach(s, s.computed)]
             decoding = [s for s in decoding if self._reach(s, s.computed)]
         share = -(-(len(together) + len(self._in_flight.ending)) // self.stages)
         # each stage is to have its share of them, and those that waited longest come first
         decoding, others = decoding[:share], decoding[share:]
         builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
-        if self._policy.steady and not (prefilling or self._waiting or self.encodes):
+        if self._policy.steady and not (prefilling or self._waiting or self._seeing or self._asked):
             self._decode(builder, decoding)
         else:
             self._decode_and_fill(builder, delay, decoding, prefilling)
@@ -523,14 +525,14 @@ class Scheduler:
     ) -> None:
         allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
         self._decode(builder, allowance.decoding)
-        if self.encodes and self._encode(builder, prefilling):
+        if (self._seeing or self._asked) and self._encode(builder, prefilling):
             self._decode(builder, allowance.held_back() if allowance.bounded else ())
             return
         self._fill(builder, allowance, prefilling)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         if self._offline_chunk.tokens is not None and all_offline(builder.grants):
             self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
-        if self.encodes and not builder.prompt_tokens:
+        if (self._seeing or self._asked) and not builder.prompt_tokens:
             self._encode_before(builder, None)
 
     def _encode(self, builder: StepBuilder, prefilling: Items[Sequence]) -> bool:
@@ -577,8 +579,8 @@ class Scheduler:
             most = min(self._reach(sequence, sequence.computed), builder.budget, self.kv.chunk)
             if most:
                 self._grant_running(builder, sequence, most)
-        if self.encodes and not builder.grants:
-            here = [s for s in self._alone.values() if s in self._running or s.id in self.encodes.waiting]
+        if self._seeing and not builder.grants:
+            here = [s for s in self._alone.values() if s in self._running or s.id in self._encoding]
             first = min(here, key=served, default=None)
             builder.encodes = self.encodes.choose(0, None, lambda s: s is first, others=False)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
@@ -636,7 +638,7 @@ class Scheduler:
     def abandon(self) -> None:
         """The runner has failed and stopped. The steps in flight are computed again."""
         while self._in_flight:
-            self.encodes.undone(self._in_flight.first.encodes, self._in_flight.first.forgotten)
+            self.encodes.undone(self._in_flight.first)
             for sequence in self._land(self._in_flight.first).values():
                 if sequence.blocks:
                     self._preempt(sequence, known=False)
@@ -718,7 +720,7 @@ class Scheduler:
         self.counters.interruptions += 1
         self.counters.prompt_tokens -= tokens
         self._offline_chunk.interrupted(tokens)
-        self.encodes.undone(plan.encodes, plan.forgotten)
+        self.encodes.undone(plan)
 
     def _advance(
         self,
