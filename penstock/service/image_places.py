@@ -86,6 +86,11 @@ class ImagePlaces:
                 own += looked
         return max(own, others) / 1e3
 
+    def unseen(self, now: float, images: Sequence[PlacedImage]) -> tuple[list[int], int]:
+        """Tokens of each that nobody has looked at, and of all others together."""
+        new = [image.tokens for image in images if not self._holders(image, now)]
+        return new, sum(image.tokens for image in images) - sum(new)
+
     # --- who looks at them
 
     def sources(

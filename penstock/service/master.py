@@ -444,6 +444,8 @@ class Master:
         self._untold.append(key)
         if not (sequence.counted or sequence.place.offline):
             self._rates.arrive(now, sequence.demand)
+            if self._policies.media is not None:
+                self._policies.media.observe(now, sequence.demand, *self.images.unseen(now, sequence.place.images))
         sequence.counted = True
 
     def _readmit(self, now: float) -> None:

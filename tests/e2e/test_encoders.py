@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from tests.e2e.test_apply import apply
 from tests.e2e.test_images import ask, drawn, said
 from tests.helpers.deployments import deployed
 from tests.helpers.waiting import eventually
@@ -107,3 +108,38 @@ def test_every_route_says_the_same(checkpoint, expected, route, encodes):
         assert each(up, "images_encoded")[encodes] == len(COLOURS)
         assert total(up, "image_fallbacks") == 0
         assert total(up, "handoffs") == (0 if route == "EPD" else len(COLOURS))
+
+
+def test_the_route_changes_while_requests_run(checkpoint, expected, tmp_path):
+    content = seeing(checkpoint, *ROLES)
+    failures, over, asked = [], threading.Event(), count()
+
+    def work(number):
+        while not over.is_set():
+            colour = COLOURS[next(asked) % len(COLOURS)]
+            answer = ask(up, drawn(colour), cache_salt=f"{number}.{next(asked)}")
+            if answer.status_code != 200 or said(answer) != expected[colour]:
+                failures.append(answer.text)
+
+    with deployed(content) as up:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            eventually(lambda: each(up, "images_encoded")["encode"], 60, up.log)
+            for route, encodes in (("ED+P", "decode"), ("EP+D", "prefill")):
+                code, told = apply(up, tmp_path, content | {"media-route": route})
+                assert code == 0, told
+                sizes = count(28, 28)
+                eventually(
+                    lambda encodes=encodes, sizes=sizes: (
+                        ask(up, drawn("red", 280, next(sizes))) and each(up, "images_encoded")[encodes]
+                    ),
+                    60,
+                    up.log,
+                )
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert not failures

@@ -1,5 +1,7 @@
 """Who looks at a request's images, by what the master knows."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.core.wire.engine import CacheDelta, Failed
@@ -126,3 +128,29 @@ def test_policies_see_who_encodes_apart():
     (load,) = view.encoders
     assert isinstance(load, InstanceLoad)
     assert (load.name, load.encoding_tokens) == ("e0", 300)
+
+
+def test_a_policy_changes_the_route_of_what_comes_next():
+    class Choosing:
+        route, came = None, []
+
+        def observe(self, now, demand, images, seen):
+            self.came.append((demand.key[1], images, seen))
+
+        def choose(self, view):
+            return self.route
+
+    cluster = Seeing("e0", "p0", "d0")
+    media = Choosing()
+    cluster.master._policies = replace(cluster.master._policies, media=media)
+    first = cluster.ask(RED)
+    assert looks(first) == [("e0", True)]
+    media.route = "ED+P"
+    cluster.tick()
+    assert looks(cluster.ask(RED, BLUE)) == [("e0", False), ("d0", True)], "what is seen already is not seen again"
+    assert looks(cluster.ask(PlacedImage(b"green", 10))) == [("d0", True)]
+    assert cluster.master.overview(0.0).placed == 3, "what was placed before goes on"
+    media.route = None
+    cluster.tick()
+    assert looks(cluster.ask(PlacedImage(b"grey", 10))) == [("e0", True)]
+    assert media.came[:2] == [("r1", [300], 0), ("r2", [300], 300)]
