@@ -241,8 +241,8 @@ class Engine:
         return plan
 
     def _tell_of(self, plan: StepPlan) -> None:
-        together = [step.request_id for flying, _ in self._flying for step in flying.sequences]
-        requests = [step.request_id for step in plan.sequences]
+        together = [each.request_id for flying, _ in self._flying for each in (*flying.sequences, *flying.encodes)]
+        requests = [each.request_id for each in (*plan.sequences, *plan.encodes)]
         self.at_work = list(dict.fromkeys(together + requests)) if together else requests
         self.tell(self.at_work)
 
