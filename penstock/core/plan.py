@@ -190,6 +190,11 @@ class StepPlan:
         return sum([len(s.tokens) for s in self.sequences]) + sum([each.span.length for each in self.encodes])
 
     @property
+    def request_ids(self) -> list[str]:
+        """Whose: of those in it, and of what it looks at."""
+        return [*[s.request_id for s in self.sequences], *[each.request_id for each in self.encodes]]
+
+    @property
     def copied_tokens(self) -> int:
         """Whose KV is copied."""
         return sum([copy.tokens for copy in self.copies if copy.source != copy.target])

@@ -98,6 +98,7 @@ class Engine:
             (`sched.local.steps`).
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
+        encode_budget: the same of tokens that stand for what a step encodes; None where the model sees nothing.
         prefaulter: prepares blocks; None where blocks need no preparation.
         movers: copy blocks for the scheduler's tiers, by their names.
         media_bytes: of what was made of images, that are kept for other engines, at most; 0 where it sees none.
@@ -125,6 +126,7 @@ class Engine:
         budget: StepBudget | None = None,
         prefaulter: Expects | None = None,
         movers: Mapping[str, TierBelow] = {},
+        encode_budget: StepBudget | None = None,
         media_bytes: int = 0,
     ) -> None:
         assert [*movers] == ([] if scheduler.offload is None else [lane.name for lane in scheduler.offload.lanes])
@@ -141,7 +143,7 @@ class Engine:
         self.cache_logs: dict[str, CacheLog] = {}
         self._clock = clock
         self._ledger = ledger
-        self._budget = budget
+        self._budget, self._encode_budget = budget, encode_budget
         self._prefaulter = prefaulter
         self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
@@ -241,8 +243,8 @@ class Engine:
         return plan
 
     def _tell_of(self, plan: StepPlan) -> None:
-        together = [each.request_id for flying, _ in self._flying for each in (*flying.sequences, *flying.encodes)]
-        requests = [each.request_id for each in (*plan.sequences, *plan.encodes)]
+        together = [request_id for flying, _ in self._flying for request_id in flying.request_ids]
+        requests = plan.request_ids
         self.at_work = list(dict.fromkeys(together + requests)) if together else requests
         self.tell(self.at_work)
 
@@ -312,8 +314,6 @@ class Engine:
         if self.embeddings is not None:
             for digest, data in ran.result.embeddings.items():
                 self.embeddings.put(digest, Embedding.of(data))
-            if plan.encodes and not plan.sequences:
-                self._time_encodes(plan, ran.ended - ran.began)
         outputs = self.scheduler.update(plan, ran.result, ran.began, ran.ended)
         self._order_moves()
         self.steps += 1
@@ -328,7 +328,10 @@ class Engine:
             self.tell(())
             self._expect()
         self.write_down()
-        if ran.result.interrupted or plan.encodes:
+        if ran.result.interrupted:
+            return outputs
+        if plan.encodes:
+            self._encoded(plan, took)
             return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
@@ -336,11 +339,15 @@ class Engine:
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
 
-    def _time_encodes(self, plan: StepPlan, seconds: float) -> None:
-        looked = sum([each.span.length for each in plan.encodes if not each.made])
-        if looked:
-            ms = seconds * 1e3 / looked
+    def _encoded(self, plan: StepPlan, took: float) -> None:
+        """Find out from a step how much one may encode: each image is computed by itself, and so takes its share."""
+        tokens = sum([each.span.length for each in plan.encodes if not each.made])
+        if tokens and not plan.sequences:
+            ms = took * 1e3 / tokens
             self.encode_ms = ms if self.encode_ms is None else self.encode_ms + SMOOTH * (ms - self.encode_ms)
+        budget = self._encode_budget
+        if budget is not None and tokens and budget.ran(budget.tokens, took * budget.tokens / tokens):
+            self.scheduler.limits = replace(self.scheduler.limits, encode_budget=budget.tokens)
 
     # --- the tiers below the device
 

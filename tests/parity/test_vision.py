@@ -1,6 +1,7 @@
 """Models that see: as transformers does, and the same tokens however a request runs."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from penstock.nn import native
 from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
 from penstock.nn.mrope import rotary_positions
+from penstock.sched.local.limits import StepBudget
 from tests.helpers.checkpoints import auto_class, write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.pictures import IMAGE, picture, seeing
@@ -184,6 +186,19 @@ def test_what_is_kept_is_bounded(model):
     collector.engine.clear_cache()
     collector.run(seeing("again", [picture(3, 5, 2), [5]], max_tokens=1))
     assert (len(media), media.looked) == (1, 6), "what was forgotten is looked at again"
+
+
+def test_how_much_a_step_encodes_is_found_by_what_it_takes(model):
+    """Twice as much as before at most, as long as that is within the limit."""
+    for limit, least, most in ((60.0, 513, 1024), (1e-9, 64, 64)):
+        engine = make_engine(model, prefix_cache=False)
+        engine._encode_budget = StepBudget(1, 1024, limit)
+        engine.scheduler.limits = replace(engine.scheduler.limits, encode_budget=64)
+        collector = Collector(engine)
+        for turn in range(4):
+            parts = [part for i in range(9) for part in (picture(9, 7, 10 * turn + i), [5])]
+            collector.run(seeing(f"r{turn}", parts, max_tokens=1))
+        assert least <= engine.scheduler.limits.encode_budget <= most
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
