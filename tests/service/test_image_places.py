@@ -8,6 +8,7 @@ from penstock.core.wire.engine import CacheDelta, Failed
 from penstock.core.wire.master import Begun, Ended, Place, PlacedImage
 from penstock.kv.embeddings import EMBEDDINGS
 from penstock.sched.cluster import InstanceLoad
+from tests.helpers.scripted import LAYOUT
 from tests.service.test_master import Cluster
 
 RED, BLUE = PlacedImage(b"red" * 5, 300), PlacedImage(b"blue" * 4, 300)
@@ -81,6 +82,14 @@ def test_images_are_spread_by_what_is_still_to_be_looked_at():
     assert looks(cluster.ask(PlacedImage(b"third", 10))) == [("e0", True)]
     cluster.frontend(Ended(["r2"]))
     assert cluster.master._sessions["e1"].encodes == {}
+
+
+def test_what_another_kind_of_engine_makes_of_images_is_not_taken():
+    cluster = Seeing("e0", "p0", "d0")
+    cluster.engine("e0", Failed("gone"))
+    cluster.start("e0", life=2, max_model_len=4096, layout=replace(LAYOUT, dtype="bfloat16"))
+    cluster.engine("e0", CacheDelta(2, 1, [RED.digest], [], tier=EMBEDDINGS, whole=True))
+    assert looks(cluster.ask(RED)) == looks(cluster.ask(BLUE)) == []
 
 
 def test_what_was_looked_at_is_found_where_it_is():
