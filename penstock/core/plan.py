@@ -103,12 +103,14 @@ class Encode(NamedTuple):
         request_id: the first of those that want it.
         pixels: as `Request` has them.
         made: [tokens, hidden], what another instance has made of it, in place of pixels; b"" where nobody has.
+        wanted: what is made of it is part of the step's result, for other instances.
     """
 
     request_id: str
     span: MediaSpan
     pixels: bytes
     made: bytes = b""
+    wanted: bool = False
 
 
 class StepWork(NamedTuple):
@@ -188,6 +190,11 @@ class StepPlan:
         return sum([len(s.tokens) for s in self.sequences]) + sum([each.span.length for each in self.encodes])
 
     @property
+    def request_ids(self) -> list[str]:
+        """Whose: of those in it, and of what it looks at."""
+        return [*[s.request_id for s in self.sequences], *[each.request_id for each in self.encodes]]
+
+    @property
     def copied_tokens(self) -> int:
         """Whose KV is copied."""
         return sum([copy.tokens for copy in self.copies if copy.source != copy.target])
@@ -229,6 +236,7 @@ class StepResult:
         interrupted: the step was told to end early: nothing of it may be used, and all else is empty.
         proposed: request id -> drafts of what follows its run, by the model's draft head: as many as the step
             `proposes`, or fewer.
+        embeddings: digest -> [tokens, hidden] in the model's dtype, of the step's `encodes` that are `wanted`.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -239,6 +247,7 @@ class StepResult:
     pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
     interrupted: bool = False
     proposed: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    embeddings: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

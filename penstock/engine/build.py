@@ -234,8 +234,8 @@ def _build(
     worker.save_weights()
     executor = _executor(worker, clock, others)
     found = budget if budget.tokens < budget.high else None
-    finds = encode_budget if model.visual is not None else None
-    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds)
+    finds, media = (encode_budget, options.media_cache_memory) if model.visual is not None else (None, 0)
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds, media)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 

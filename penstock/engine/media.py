@@ -39,7 +39,13 @@ class MediaEmbeddings:
         for digest in plan.forgotten:
             self._kept.pop(digest, None)
         for encode in plan.encodes:
-            self._kept[encode.span.digest] = self._of(model, encode)
+            if encode.span.digest not in self._kept:
+                self._kept[encode.span.digest] = self._of(model, encode)
+
+    def wanted(self, plan: StepPlan) -> dict[bytes, bytes]:
+        """See `StepResult.embeddings`."""
+        digests = [encode.span.digest for encode in plan.encodes if encode.wanted]
+        return {digest: self._kept[digest].cpu().contiguous().view(torch.uint8).numpy().tobytes() for digest in digests}
 
     def _of(self, model: Decoder, encode: Encode) -> Tensor:
         """[length, hidden]."""

@@ -142,7 +142,7 @@ class Runner:
             self.model.accompany()
             for _ in range(self._drafts):
                 self.model.accompany_draft()
-            return StepResult([], [])
+            return StepResult([], [], embeddings=self._given(plan))
         placed = None
         if not cache.direct or plan.fresh_blocks or plan.copies:
             placed = cache.prepare(plan)
@@ -163,7 +163,8 @@ class Runner:
             if self._after is not None:
                 self._after.send(self._forward(batch, stop))
                 return StepResult([], [])
-            return self._compute(plan, batch, stop)
+            result = self._compute(plan, batch, stop)
+            return replace(result, embeddings=self._given(plan)) if plan.encodes else result
         except Interrupted:
             return StepResult([], [], interrupted=True)
         finally:
@@ -171,6 +172,10 @@ class Runner:
                 native.set_threads(threads)
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
+
+    def _given(self, plan: StepPlan) -> dict[bytes, bytes]:
+        """What others want of what it has made of images."""
+        return self.media.wanted(plan) if self.model.visual is not None else {}
 
     def _batch(self, plan: StepPlan, placed: Sequence[Sequence[int]] | None) -> Batch:
         groups = len(self.cache.layout.groups)

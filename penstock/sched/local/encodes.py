@@ -30,6 +30,8 @@ class Encodes:
 
     Attributes:
         used: tokens whose embeddings are kept, or being made.
+        gives: whether others may want what is made, so that results have it.
+        asked: what others have it look at, that no step does yet, by digest.
         starts: sequences with media that are still to be computed, and what is cached of each before it runs.
         waiting: those of them that wait for the first that they need, by id.
         forgotten: what the runner is to let go of with the next plan.
@@ -39,6 +41,9 @@ class Encodes:
     def __init__(self, room: int = UNBOUNDED, *, beside: bool = False) -> None:
         self.room, self.used = room, 0
         self.beside = beside
+        self.gives = False
+        self.asked: dict[bytes, Encode] = {}
+        self._gave_way = False  # the last step looked at something of the others' before prompts
         self.waiting: dict[str, Sequence] = {}
         self.looked = self.found = 0
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # digest -> tokens
@@ -110,12 +115,21 @@ class Encodes:
         if digest not in self._kept:
             self._brought[digest] = embedding
 
+    def ask(self, request_id: str, span: MediaSpan, pixels: bytes) -> str:
+        """Look at it for another instance. Returns why that cannot be; "" when it will."""
+        if span.length > self.room:
+            return f"it has {span.length} tokens, and {self.room} fit media-cache-memory"
+        self.asked[span.digest] = Encode(request_id, span, pixels, wanted=True)
+        return ""
+
     def choose(
         self,
         budget: int,
         before: tuple[float, ...] | None,
         meant: Callable[[Sequence], bool],
         granted: Container[Sequence] = (),
+        *,
+        others: bool = True,
     ) -> list[Encode]:
         """What the next step is to encode: one whatever its size, and more up to a budget of tokens.
 
@@ -126,6 +140,7 @@ class Encodes:
             before: turn of the first prompt that this step may go on with: only what comes before that. None is all.
             meant: of which sequences.
             granted: sequences of which it computes something.
+            others: also what others have it look at: beside such steps prompts wait every other time.
         """
         for sequence in [s for s in self.starts if s.blocks and _end(s) <= s.settled]:
             del self.starts[sequence]
@@ -143,7 +158,7 @@ class Encodes:
                     self._kept.move_to_end(span.digest)
                     needed.add(span.digest)
                     continue
-                made = self._brought.get(span.digest, b"")
+                made = pixels if span.embedded else self._brought.get(span.digest, b"")
                 cost = 0 if made else span.length
                 if chosen and cost > budget:
                     return chosen
@@ -154,7 +169,33 @@ class Encodes:
                 self._take(span, made=bool(made))
                 budget -= cost
                 self._brought.pop(span.digest, None)
-                chosen.append(Encode(sequence.id, span, b"" if made else pixels, made))
+                self.asked.pop(span.digest, None)
+                chosen.append(Encode(sequence.id, span, b"" if made else pixels, made, self.gives and not made))
+        if others and self.asked and (before is None or not self._gave_way):
+            chosen += self._of_others(budget, wanted, none=not chosen)
+            self._gave_way = before is not None
+        else:
+            self._gave_way = False
+        return chosen
+
+    def _of_others(self, budget: int, keep: set[bytes], *, none: bool) -> list[Encode]:
+        """What others have it look at, in order; one at least where there are none of its own."""
+        chosen: list[Encode] = []
+        for digest, encode in list(self.asked.items()):
+            if digest in self._coming:
+                continue  # it is in the result of a step that is in flight
+            cost = 0 if digest in self._kept else encode.span.length
+            if cost > budget and (chosen or not none):
+                break
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            elif self._make_room(encode.span.length, keep | {each.span.digest for each in chosen}):
+                self._take(encode.span, made=False)
+            else:
+                break
+            del self.asked[digest]
+            budget -= cost
+            chosen.append(encode)
         return chosen
 
     def _make_room(self, length: int, keep: set[bytes]) -> bool:

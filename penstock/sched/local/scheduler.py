@@ -148,6 +148,7 @@ class Scheduler:
         self.encodes = Encodes(media_tokens)
         self._seeing: Mapping[Sequence, int] = self.encodes.starts  # of requests that are text alone nothing is there
         self._encoding: Mapping[str, Sequence] = self.encodes.waiting  # unknown to the policy
+        self._asked: Mapping[bytes, Encode] = self.encodes.asked  # by others
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
         self._running: list[Sequence] = []
@@ -196,7 +197,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        waits = self._waiting or self._loading or self._awaiting or self._encoding
+        waits = self._waiting or self._loading or self._awaiting or self._encoding or self._asked
         return bool(self._running or self._in_flight.ending or waits)
 
     @property
@@ -511,7 +512,7 @@ class Scheduler:
         # each stage is to have its share of them, and those that waited longest come first
         decoding, others = decoding[:share], decoding[share:]
         builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
-        if self._policy.steady and not (prefilling or self._waiting or self._seeing):
+        if self._policy.steady and not (prefilling or self._waiting or self._seeing or self._asked):
             self._decode(builder, decoding)
         else:
             self._decode_and_fill(builder, delay, decoding, prefilling)
@@ -524,14 +525,14 @@ class Scheduler:
     ) -> None:
         allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
         self._decode(builder, allowance.decoding)
-        if self._seeing and self._encode(builder, prefilling):
+        if (self._seeing or self._asked) and self._encode(builder, prefilling):
             self._decode(builder, allowance.held_back() if allowance.bounded else ())
             return
         self._fill(builder, allowance, prefilling)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         if self._offline_chunk.tokens is not None and all_offline(builder.grants):
             self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
-        if self._seeing and not builder.prompt_tokens:
+        if (self._seeing or self._asked) and not builder.prompt_tokens:
             self._encode_before(builder, None)
 
     def _encode(self, builder: StepBuilder, prefilling: Items[Sequence]) -> bool:
@@ -581,7 +582,7 @@ class Scheduler:
         if self._seeing and not builder.grants:
             here = [s for s in self._alone.values() if s in self._running or s.id in self._encoding]
             first = min(here, key=served, default=None)
-            builder.encodes = self.encodes.choose(0, None, lambda s: s is first)
+            builder.encodes = self.encodes.choose(0, None, lambda s: s is first, others=False)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         return builder
 
