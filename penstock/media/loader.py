@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from penstock.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from penstock.core.request import MediaKind, MediaSpan
 from penstock.media.limits import MediaLimits
-from penstock.media.processor import Made, Processor, Refused
+from penstock.media.processor import AnyProcessor, Made, Refused
 from penstock.media.sources import fetch, read_data
 from penstock.media.workers import Worker
 
@@ -48,7 +48,7 @@ def _is_data(url: str) -> bool:
 class MediaLoader:
     """For one event loop; all that takes time is done elsewhere."""
 
-    def __init__(self, processor: Processor, limits: MediaLimits) -> None:
+    def __init__(self, processor: AnyProcessor, limits: MediaLimits) -> None:
         self.processor, self.limits = processor, limits
         self._waiting = 0
         self._fetchers = ThreadPoolExecutor(FETCHES, "media-fetch")
@@ -75,7 +75,8 @@ class MediaLoader:
             raise Overloaded(f"the queue is full: {problem}", retry_after=1.0)
         self._waiting += share
         try:
-            loading = [asyncio.ensure_future(self._one(part)) for part in parts]
+            alone = sum(part.kind == "image" for part in parts) == 1
+            loading = [asyncio.ensure_future(self._one(part, alone)) for part in parts]
             try:
                 return await asyncio.gather(*loading)
             finally:
@@ -84,22 +85,22 @@ class MediaLoader:
         finally:
             self._waiting -= share
 
-    async def _one(self, part: MediaPart) -> Made:
+    async def _one(self, part: MediaPart, alone: bool) -> Made:
         loop = asyncio.get_running_loop()
         try:
             if _is_data(part.url):
                 data = await loop.run_in_executor(self._fetchers, read_data, part.url, self.limits)
             else:
                 data = await loop.run_in_executor(self._fetchers, fetch, part.url, self.limits)
-            return await loop.run_in_executor(self._threads, self._make, part.kind, data)
+            return await loop.run_in_executor(self._threads, self._make, part.kind, data, alone)
         except Refused as why:
             what = "the image" if part.kind == "image" else "the video"
             raise InvalidRequest(f"{part.field}: {what} {why}", part.field) from None
 
-    def _make(self, kind: MediaKind, data: bytes) -> Made:
+    def _make(self, kind: MediaKind, data: bytes, alone: bool) -> Made:
         worker = self._idle.get()
         try:
-            return worker.make(kind, data, self.processor, self.limits)
+            return worker.make(kind, data, self.processor, self.limits, alone=alone)
         finally:
             self._idle.put(worker)
 

@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""Train the bundled demo model that sees: it tells the shapes and the colours of simple pictures.
+
+A very small Qwen2.5-VL with its own tokenizer. All that it is trained on is drawn, and asked, by `demo/pictures.py`.
+
+    python tools/train_demo_vl.py --out penstock/demo_vl --minutes 15
+    python tools/train_demo_vl.py --evaluate penstock/demo_vl
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from penstock.media.processor import Processor, read_processor
+from tools.demo.corpus import IGNORED, WORDS
+from tools.demo.model import save_weights, write_json, write_text
+from tools.demo.pictures import QUESTIONS, Picture, ask, draw
+from tools.demo.text import SPECIALS
+
+VISION_START, VISION_END, IMAGE = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+TOKENS = [*SPECIALS, VISION_START, VISION_END, IMAGE]
+VOCAB_SIZE = 512
+TURNS = 4  # of a conversation about a picture
+PIXELS = 4200  # of a resized picture at most, which has 64 x 64 where it is square
+HELD_OUT = 1_000_003  # of the seeds of pictures that are not trained on
+MOST_BYTES = 1_000_000  # of the weights, as they are bundled
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "image_token_id": TOKENS.index(IMAGE),
+    "vision_start_token_id": TOKENS.index(VISION_START),
+    "vision_end_token_id": TOKENS.index(VISION_END),
+    "video_token_id": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": SPECIALS.index("<|im_end|>"),
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "bos_token_id": None,
+        "eos_token_id": SPECIALS.index("<|im_end|>"),
+    },
+    "vision_config": {
+        "model_type": "qwen2_5_vl_vision",
+        "depth": 4,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 1,
+        "window_size": 112,
+        "fullatt_block_indexes": [0, 1, 2, 3],
+    },
+}
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 8,
+    "merge_size": 2,
+    "temporal_patch_size": 1,
+    "min_pixels": 4000,
+    "max_pixels": PIXELS,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] or [] %}
+            {%- if part['type'] == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif %}
+            {%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def train_tokenizer() -> Tokenizer:
+    """A byte-level BPE of what is asked and answered."""
+    rng = random.Random(0)
+    turns = (ask(rng, draw(rng) if i % 8 else None) for i in range(4000))
+    texts = [f"user\n{question}\nassistant\n{answer}\n" for question, answer in turns]
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_fixed_files(folder: Path, tokenizer: Tokenizer) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    end, pad = SPECIALS.index("<|im_end|>"), SPECIALS.index("<|endoftext|>")
+    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "preprocessor_config.json", PREPROCESSOR)
+    write_json(folder / "generation_config.json", {"do_sample": False, "eos_token_id": [end, pad]})
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=False) + "\n")
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONFIG["text_config"]["max_position_embeddings"],
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", tokenizer_config)
+
+
+@dataclass
+class Sample:
+    """A conversation: tokens and what is learnt of them, and the patches of its pictures."""
+
+    ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    patches: list[Tensor] = field(default_factory=list)
+    grids: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, ids: list[int], *, learnt: bool) -> None:
+        self.ids += ids
+        self.labels += ids if learnt else [IGNORED] * len(ids)
+
+
+class Sampler:
+    """Conversations of pictures, as many questions of each."""
+
+    def __init__(self, tokenizer: Tokenizer, processor: Processor, seed: int) -> None:
+        self.rng, self.processor = random.Random(seed), processor
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+    def sample(self, pictures: int) -> Sample:
+        """Of so many pictures, one after the other; now and then of none."""
+        sample = Sample()
+        if self.rng.random() < 0.04:
+            self._turn(sample, None, shown=False)
+            return sample
+        for _ in range(pictures):
+            picture = draw(self.rng)
+            for i in range(TURNS):
+                self._turn(sample, picture, shown=i == 0)
+        return sample
+
+    def _turn(self, sample: Sample, picture: Picture | None, *, shown: bool) -> None:
+        question, answer = ask(self.rng, picture)
+        sample.add(self._encode("<|im_start|>user\n"), learnt=False)
+        before = self.rng.random() < 0.7
+        if shown and picture is not None and before:
+            self._show(sample, picture)
+        sample.add(self._encode(question), learnt=False)
+        if shown and picture is not None and not before:
+            self._show(sample, picture)
+        sample.add(self._encode("<|im_end|>\n<|im_start|>assistant\n"), learnt=False)
+        sample.add(self._encode(f"{answer}<|im_end|>"), learnt=True)
+        sample.add(self._encode("\n"), learnt=False)
+
+    def _show(self, sample: Sample, picture: Picture) -> None:
+        source = picture.image
+        height, width = self.processor.size("image", source.height, source.width)
+        pixels = np.asarray(source.resize((width, height), Image.Resampling.BICUBIC))
+        side, merge = PREPROCESSOR["patch_size"], PREPROCESSOR["merge_size"]
+        assert isinstance(side, int)
+        assert isinstance(merge, int)
+        rows, columns = height // side, width // side
+        colours = torch.from_numpy(pixels.copy()).float().permute(2, 0, 1) / 127.5 - 1
+        split = colours.view(3, rows // merge, merge, side, columns // merge, merge, side)
+        sample.patches.append(split.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1))
+        sample.grids.append((1, rows, columns))
+        marks = [TOKENS.index(VISION_START), *[TOKENS.index(IMAGE)] * (rows * columns // merge**2)]
+        sample.add([*marks, TOKENS.index(VISION_END)], learnt=False)
+
+    def batches(self, size: int) -> Iterator[dict[str, Tensor]]:
+        while True:
+            pictures = 2 if self.rng.random() < 0.1 else 1
+            drawn = [self.sample(pictures) for _ in range(size // pictures)]
+            longest = max(len(sample.ids) for sample in drawn)
+            ids = torch.full((len(drawn), longest), SPECIALS.index("<|endoftext|>"))
+            labels = torch.full((len(drawn), longest), IGNORED)
+            for i, sample in enumerate(drawn):
+                ids[i, : len(sample.ids)] = torch.tensor(sample.ids)
+                labels[i, : len(sample.ids)] = torch.tensor(sample.labels)
+            yield {
+                "input_ids": ids,
+                "labels": labels,
+                "mm_token_type_ids": (ids == TOKENS.index(IMAGE)).int(),
+                "pixel_values": torch.cat([patch for sample in drawn for patch in sample.patches]),
+                "image_grid_thw": torch.tensor([grid for sample in drawn for grid in sample.grids]),
+            }
+
+
+def new_model(seed: int) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(seed)
+    given = {key: value for key, value in CONFIG.items() if key not in ("torch_dtype", "video_token_id")}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**given))
+
+
+def train(options: argparse.Namespace) -> None:
+    """Until the minutes are over; the weights are written now and then, and at the end."""
+    tokenizer = train_tokenizer()
+    save_fixed_files(options.out, tokenizer)
+    processor = read_processor(options.out)
+    assert isinstance(processor, Processor)
+    model = new_model(options.seed)
+    matrices = [part for part in model.parameters() if part.ndim > 1]
+    others = [part for part in model.parameters() if part.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+    count = sum(part.numel() for part in model.parameters())
+    print(f"{count} parameters")
+    started, smooth, seen = time.monotonic(), math.log(VOCAB_SIZE), 0
+    for step, batch in enumerate(Sampler(tokenizer, processor, options.seed).batches(options.batch), 1):
+        done = (time.monotonic() - started) / (60 * options.minutes)
+        if options.steps:
+            done = step / options.steps
+        for group in optimizer.param_groups:
+            group["lr"] = (
+                options.lr * min(1.0, step / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1, done))))
+            )
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seen += batch["input_ids"].shape[0]
+        smooth += 0.02 * (loss.item() - smooth)
+        if step % 50 == 0 or done >= 1:
+            seconds = time.monotonic() - started
+            print(f"{seconds:6.0f} s  step {step}  loss {smooth:.4f}  {seen / seconds:.0f} conversations/s", flush=True)
+        if step % 500 == 0 or done >= 1:
+            save_weights(options.out, model)
+        if done >= 1:
+            break
+    if (size := (options.out / "model.safetensors").stat().st_size) > MOST_BYTES:
+        raise SystemExit(f"model.safetensors has {size} bytes; what is bundled may have {MOST_BYTES}")
+
+
+def evaluate(folder: Path, pictures: int) -> dict[str, float]:
+    """The share of right answers to each kind of question about pictures that were not trained on, as penstock serves
+    them: drawn by seeds of their own, sent as PNG files of 240 x 240 pixels or as many, and compared word for word."""
+    from penstock import LLM
+
+    talks, truths = [], []
+    for number in range(pictures):
+        rng = random.Random(HELD_OUT + number)
+        picture = draw(rng, 240)
+        url = f"data:image/png;base64,{base64.b64encode(picture.png()).decode()}"
+        for kind in QUESTIONS:
+            question, answer = QUESTIONS[kind](rng, picture)
+            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+            talks.append([{"role": "user", "content": parts}])
+            truths.append((kind, answer))
+    outputs = LLM(str(folder)).chat(talks)
+    right: dict[str, list[bool]] = {kind: [] for kind in QUESTIONS}
+    for (kind, answer), output in zip(truths, outputs, strict=True):
+        right[kind].append(output.text == answer)
+    return {kind: sum(of) / len(of) for kind, of in right.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("penstock/demo_vl"), help="where the model is written")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only ask DIR's model of held-out pictures")
+    parser.add_argument("--pictures", type=int, default=500, help="that are asked of (default 500)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="how long to train, by the clock (default 15)")
+    parser.add_argument("--steps", type=int, help="train for this many steps instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of pictures (default 0)")
+    parser.add_argument("--batch", type=int, default=48, help="conversations of a step (default 48)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 0.004)")
+    parser.add_argument("--weight-decay", type=float, default=0.02, help="of the matrices (default 0.02)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.evaluate is None:
+        train(options)
+    shares = evaluate(options.evaluate or options.out, options.pictures)
+    for kind, share in shares.items():
+        print(f"{kind:12} {share:.1%}")
+    print(f"{'all':12} {sum(shares.values()) / len(shares):.1%} of {options.pictures * len(shares)} questions")
+
+
+if __name__ == "__main__":
+    main()
