@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,7 +235,12 @@ def new_model(seed: int) -> Any:
 
     torch.manual_seed(seed)
     given = {key: value for key, value in CONFIG.items() if key not in ("torch_dtype", "video_token_id")}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**given))
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**given))
+    for name, part in model.named_parameters():  # by width: what is usual for large models learns nothing in such small ones
+        if part.ndim > 1 and "embed_tokens" not in name:
+            deep = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight"))
+            torch.nn.init.normal_(part, std=(0.4 if deep else 1.0) * part[0].numel() ** -0.5)
+    return model
 
 
 def train(options: argparse.Namespace) -> None:
@@ -250,7 +256,7 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
     count = sum(part.numel() for part in model.parameters())
     print(f"{count} parameters")
-    started, smooth, seen = time.monotonic(), math.log(VOCAB_SIZE), 0
+    started, losses, seen = time.monotonic(), deque[float](maxlen=50), 0
     for step, batch in enumerate(Sampler(tokenizer, processor, options.seed).batches(options.batch), 1):
         done = (time.monotonic() - started) / (60 * options.minutes)
         if options.steps:
@@ -265,10 +271,11 @@ def train(options: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen += batch["input_ids"].shape[0]
-        smooth += 0.02 * (loss.item() - smooth)
+        losses.append(loss.item())
         if step % 50 == 0 or done >= 1:
             seconds = time.monotonic() - started
-            print(f"{seconds:6.0f} s  step {step}  loss {smooth:.4f}  {seen / seconds:.0f} conversations/s", flush=True)
+            mean, speed = sum(losses) / len(losses), seen / seconds
+            print(f"{seconds:6.0f} s  step {step}  loss {mean:.4f}  {speed:.0f} conversations/s", flush=True)
         if step % 500 == 0 or done >= 1:
             save_weights(options.out, model)
         if done >= 1:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.api.schema import SHORT
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.request import MediaKind
-from penstock.media.loader import MediaPart, Prompt
+from penstock.media.loader import MediaLoader, MediaPart, Prompt
 from penstock.text.chat import Placeholder
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
 KINDS: dict[str, MediaKind] = {"image_url": "image", "input_image": "image", "video_url": "video"}
+TAG = "<image>"
 DETAILS = (None, "auto", "low", "high", "original")
 
 
@@ -62,6 +63,44 @@ def media_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
     return result, found
 
 
+async def encode_with_urls(frontend: Frontend, text: str, urls: list[str], field: str, most: int) -> Prompt:
+    """A text in which each `<image>` stands for one of these, as RTP-LLM has it.
+
+    Args:
+        field: where they came.
+        most: tokens of a sequence.
+
+    Raises what `Frontend.encode` does, and InvalidRequest.
+    """
+    parts = [MediaPart("image", url, f"{field}[{i}]") for i, url in enumerate(urls)]
+    loader = _loader(frontend, parts)
+    assert loader is not None
+    pieces = text.split(TAG)
+    if len(pieces) - 1 != len(urls):
+        problem = f"{len(urls)} images, the prompt has {len(pieces) - 1} times {TAG}, allowed are as many"
+        raise InvalidRequest(f"{field}: {problem}", field)
+    processor, piece = loader.processor, frontend.tokenizer.token_piece
+    before, behind = processor.around[:1], processor.around[1:]
+    written = "".join(piece(token) for token in (*before, processor.image_token, *behind))
+    made = await loader.load(parts)
+    tokens = await frontend.encode(written.join(pieces), True, most)
+    return loader.placed(tokens, made, most, "prompt")
+
+
+def _loader(frontend: Frontend, parts: list[MediaPart]) -> MediaLoader | None:
+    """None where there are no parts, and the model sees none. Raises UnsupportedField naming one that is not seen."""
+    loader = frontend.media
+    if parts and loader is None:
+        field = parts[0].field
+        raise UnsupportedField(
+            f"{field}: parts with {parts[0].kind}s are not supported, this model takes text alone", field
+        )
+    for part in parts:
+        if loader is not None and loader.processor.token_of(part.kind) is None:
+            raise UnsupportedField(f"{part.field}: this model takes no {part.kind}s", part.field)
+    return loader
+
+
 async def encode_with_media(frontend: Frontend, messages: list[dict[str, Any]], most: int, **options: Any) -> Prompt:
     """As `Frontend.encode_chat`, of messages with images.
 
@@ -72,17 +111,9 @@ async def encode_with_media(frontend: Frontend, messages: list[dict[str, Any]], 
     Raises what that raises, and InvalidRequest naming an image that is not taken, or any where the model sees none.
     """
     messages, parts = media_of(messages)
-    loader = frontend.media
-    if parts and loader is None:
-        field = parts[0].field
-        raise UnsupportedField(
-            f"{field}: parts with {parts[0].kind}s are not supported, this model takes text alone", field
-        )
+    loader = _loader(frontend, parts)
     if loader is None:
         return Prompt(await frontend.encode_chat(messages, **options))
-    for part in parts:
-        if loader.processor.token_of(part.kind) is None:
-            raise UnsupportedField(f"{part.field}: this model takes no {part.kind}s", part.field)
     made = await loader.load(parts)
     tokens = await frontend.encode_chat(messages, **options)
     return loader.placed(tokens, made, most)

@@ -169,17 +169,40 @@ def _of_user(blocks: list[Block], where: str) -> Iterator[Fields]:
         if kind == "text":
             parts.append({"type": "text", "text": _string(block, "text", at)})
         elif kind == "image":
-            parts.append(MediaBlock(_source(block.get("source"), f"{at}.source"), f"content[{j}].source"))
+            parts.append(_image(block, at, f"content[{j}]"))
         elif kind == "tool_result":
             if parts:
                 yield {"role": "user", "content": joined(parts)}
                 parts = []
-            content = _text(block.get("content") or "", f"{at}.content")
-            yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content}
+            told = _told(block.get("content") or "", f"{at}.content", f"content[{j}].content")
+            yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": told}
         else:
             raise _unknown(at, kind, "'text', 'image' and 'tool_result'")
     if parts or not blocks:
         yield {"role": "user", "content": joined(parts)}
+
+
+def _image(block: Block, where: str, place: str) -> MediaBlock:
+    return MediaBlock(_source(block.get("source"), f"{where}.source"), f"{place}.source")
+
+
+def _told(content: str | list[Block], where: str, place: str) -> str | list[Block]:
+    """What a tool has answered, which may have images in it.
+
+    Args:
+        place: where it is in its message.
+    """
+    if not isinstance(content, list) or all(_kind(block, where) != "image" for block in content):
+        return _text(content, where)
+    parts: list[Block] = []
+    for j, block in enumerate(content):
+        if (kind := _kind(block, f"{where}[{j}]")) == "image":
+            parts.append(_image(block, f"{where}[{j}]", f"{place}[{j}]"))
+        elif kind == "text":
+            parts.append({"type": "text", "text": _string(block, "text", f"{where}[{j}]")})
+        else:
+            raise _unknown(f"{where}[{j}]", kind, "'text' and 'image'")
+    return parts
 
 
 def _source(given: Any, where: str) -> str:

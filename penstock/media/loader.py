@@ -110,11 +110,12 @@ class MediaLoader:
         for worker in self._all:
             worker.close()
 
-    def placed(self, tokens: Sequence[int], made: Sequence[Made], most: int) -> Prompt:
+    def placed(self, tokens: Sequence[int], made: Sequence[Made], most: int, field: str = "messages") -> Prompt:
         """A prompt in which as many tokens stand for each image as it has, where the chat template wrote one.
 
         Args:
             most: tokens of a sequence.
+            field: where the prompt came.
 
         Raises:
             InvalidRequest: the template has not written one for each, or the text has some of its own.
@@ -126,9 +127,9 @@ class MediaLoader:
         found = [(place, kinds[token]) for place, token in enumerate(tokens) if token in kinds]
         if [kind for _, kind in found] != [one.kind for one in made]:
             raise InvalidRequest(
-                f"messages: the prompt has {len(found)} places for images and videos, the request brings {len(made)}; "
+                f"{field}: the prompt has {len(found)} places for images and videos, the request brings {len(made)}; "
                 "allowed is one for each, in the same order, and no text that reads as one",
-                "messages",
+                field,
             )
         total = len(tokens) - len(made) + sum(one.length for one in made)
         if total >= most:

@@ -70,6 +70,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, tag="squares"):
 
     Attributes:
         image_token, video_token: that a chat template writes for one.
+        around: tokens that it writes before and behind an image's.
         factor: side of the square of a token, in pixels.
         frames: of a video that a token has.
         least, most: pixels of a resized image; `least_video`, `most_video`: of a frame of a video.
@@ -91,6 +92,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, tag="squares"):
     most_frames: int
     per_second: float
     settings: str
+    around: tuple[int, ...] = ()
 
     def token_of(self, kind: MediaKind) -> int | None:
         return self.image_token if kind == "image" else self.video_token
@@ -148,7 +150,7 @@ class TilingProcessor(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
     Attributes:
         background: colour of what makes one of several images a square.
         most_frames: of a video.
-        image_token, video_token, settings: as `Processor` has them.
+        image_token, video_token, settings, around: as `Processor` has them.
     """
 
     image_token: int
@@ -157,6 +159,7 @@ class TilingProcessor(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
     background: tuple[int, int, int]
     most_frames: int
     settings: str
+    around: tuple[int, ...] = ()
 
     def token_of(self, kind: MediaKind) -> int | None:
         return self.image_token if kind == "image" else self.video_token
@@ -246,6 +249,11 @@ def _qwen(config: Mapping[str, Any], directory: Path) -> Processor:
         most_frames=int(video.get("max_frames") or 768),
         per_second=float(vision.get("tokens_per_second") or 4),
         settings=json.dumps([image.get("image_mean"), image.get("image_std")]),
+        around=tuple(
+            int(config[name])
+            for name in ("vision_start_token_id", "vision_end_token_id")
+            if config.get(name) is not None
+        ),
     )
 
 
