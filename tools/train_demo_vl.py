@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from penstock.media.processor import Processor, read_processor
 from tools.demo.corpus import IGNORED, WORDS
 from tools.demo.model import save_weights, write_json, write_text
-from tools.demo.pictures import QUESTIONS, Picture, ask, draw
+from tools.demo.pictures import COLOURS, QUESTIONS, SHAPES, Picture, ask, draw
 from tools.demo.text import SPECIALS
 
 VISION_START, VISION_END, IMAGE = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
@@ -40,6 +40,8 @@ TOKENS = [*SPECIALS, VISION_START, VISION_END, IMAGE]
 VOCAB_SIZE = 512
 TURNS = 4  # of a conversation about a picture
 PIXELS = 4200  # of a resized picture at most, which has 64 x 64 where it is square
+NAMES = [*COLOURS]
+WIDTHS = (len(SHAPES) + 1, len(COLOURS) + 1, len(COLOURS))  # of what `Hints` tells
 HELD_OUT = 1_000_003  # of the seeds of pictures that are not trained on
 MOST_BYTES = 1_000_000  # of the weights, as they are bundled
 
@@ -152,12 +154,14 @@ def save_fixed_files(folder: Path, tokenizer: Tokenizer) -> None:
 
 @dataclass
 class Sample:
-    """A conversation: tokens and what is learnt of them, and the patches of its pictures."""
+    """A conversation: tokens and what is learnt of them, the patches of its pictures, and what each of their tokens
+    stands for, as `Hints` has it."""
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     patches: list[Tensor] = field(default_factory=list)
     grids: list[tuple[int, int, int]] = field(default_factory=list)
+    there: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, ids: list[int], *, learnt: bool) -> None:
         self.ids += ids
@@ -208,7 +212,13 @@ class Sampler:
         split = colours.view(3, rows // merge, merge, side, columns // merge, merge, side)
         sample.patches.append(split.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1))
         sample.grids.append((1, rows, columns))
-        marks = [TOKENS.index(VISION_START), *[TOKENS.index(IMAGE)] * (rows * columns // merge**2)]
+        rows, columns = rows // merge, columns // merge
+        for row in range(rows):
+            for column in range(columns):
+                thing = picture.at((column + 0.5) / columns, (row + 0.5) / rows)
+                what = (0, 0) if thing is None else (SHAPES.index(thing.shape) + 1, NAMES.index(thing.colour) + 1)
+                sample.there.append((*what, NAMES.index(picture.background)))
+        marks = [TOKENS.index(VISION_START), *[TOKENS.index(IMAGE)] * (rows * columns)]
         sample.add([*marks, TOKENS.index(VISION_END)], learnt=False)
 
     def batches(self, size: int) -> Iterator[dict[str, Tensor]]:
@@ -227,7 +237,29 @@ class Sampler:
                 "mm_token_type_ids": (ids == TOKENS.index(IMAGE)).int(),
                 "pixel_values": torch.cat([patch for sample in drawn for patch in sample.patches]),
                 "image_grid_thw": torch.tensor([grid for sample in drawn for grid in sample.grids]),
+                "there": torch.tensor([what for sample in drawn for what in sample.there]),
             }
+
+
+class Hints(torch.nn.Module):
+    """Has the tower tell of each of its tokens the shape and the colour that are there, and the background's: by
+    answers alone it takes long to find out what there is to see. Not a part of the model."""
+
+    def __init__(self, tower: Any, width: int) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(width, sum(WIDTHS))
+        self.made: Tensor | None = None
+        tower.merger.register_forward_hook(self._keep)
+
+    def _keep(self, _: object, __: object, made: Tensor) -> None:
+        self.made = made
+
+    def forward(self, there: Tensor) -> Tensor:
+        """[tokens, 3] -> the loss."""
+        assert self.made is not None
+        parts = self.head(self.made).split(WIDTHS, dim=1)
+        losses = [torch.nn.functional.cross_entropy(part, there[:, i]) for i, part in enumerate(parts)]
+        return torch.stack(losses).sum()
 
 
 def new_model(seed: int) -> Any:
@@ -236,7 +268,10 @@ def new_model(seed: int) -> Any:
     torch.manual_seed(seed)
     given = {key: value for key, value in CONFIG.items() if key not in ("torch_dtype", "video_token_id")}
     model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**given))
-    for name, part in model.named_parameters():  # by width: what is usual for large models learns nothing in such small ones
+    for (
+        name,
+        part,
+    ) in model.named_parameters():  # by width: what is usual for large models learns nothing in such small ones
         if part.ndim > 1 and "embed_tokens" not in name:
             deep = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight"))
             torch.nn.init.normal_(part, std=(0.4 if deep else 1.0) * part[0].numel() ** -0.5)
@@ -250,13 +285,14 @@ def train(options: argparse.Namespace) -> None:
     processor = read_processor(options.out)
     assert isinstance(processor, Processor)
     model = new_model(options.seed)
-    matrices = [part for part in model.parameters() if part.ndim > 1]
-    others = [part for part in model.parameters() if part.ndim == 1]
+    hints = Hints(model.model.visual, CONFIG["text_config"]["hidden_size"])
+    every = [*model.parameters(), *hints.parameters()]
+    matrices, others = [part for part in every if part.ndim > 1], [part for part in every if part.ndim == 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
     count = sum(part.numel() for part in model.parameters())
     print(f"{count} parameters")
-    started, losses, seen = time.monotonic(), deque[float](maxlen=50), 0
+    started, losses, seen = time.monotonic(), deque[tuple[float, float]](maxlen=50), 0
     for step, batch in enumerate(Sampler(tokenizer, processor, options.seed).batches(options.batch), 1):
         done = (time.monotonic() - started) / (60 * options.minutes)
         if options.steps:
@@ -265,17 +301,19 @@ def train(options: argparse.Namespace) -> None:
             group["lr"] = (
                 options.lr * min(1.0, step / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1, done))))
             )
+        there = batch.pop("there")
         loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        hint = hints(there)
+        (loss + hint).backward()
+        torch.nn.utils.clip_grad_norm_(every, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen += batch["input_ids"].shape[0]
-        losses.append(loss.item())
+        losses.append((loss.item(), hint.item()))
         if step % 50 == 0 or done >= 1:
             seconds = time.monotonic() - started
-            mean, speed = sum(losses) / len(losses), seen / seconds
-            print(f"{seconds:6.0f} s  step {step}  loss {mean:.4f}  {speed:.0f} conversations/s", flush=True)
+            of_answers, of_hints = (sum(each) / len(losses) for each in zip(*losses, strict=True))
+            print(f"{seconds:6.0f} s  step {step}  loss {of_answers:.3f}  of hints {of_hints:.3f}", flush=True)
         if step % 500 == 0 or done >= 1:
             save_weights(options.out, model)
         if done >= 1:
@@ -314,8 +352,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0, help="how long to train, by the clock (default 15)")
     parser.add_argument("--steps", type=int, help="train for this many steps instead")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of pictures (default 0)")
-    parser.add_argument("--batch", type=int, default=48, help="conversations of a step (default 48)")
-    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 0.004)")
+    parser.add_argument("--batch", type=int, default=32, help="conversations of a step (default 32)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 0.003)")
     parser.add_argument("--weight-decay", type=float, default=0.02, help="of the matrices (default 0.02)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     options = parser.parse_args()

@@ -45,7 +45,7 @@ def _image(data: bytes, processor: AnyProcessor, limits: MediaLimits, alone: boo
         raise _broken(error) from None
     _check_pixels(image.width * image.height, f"{image.width} x {image.height}", limits)
     try:
-        if getattr(image, "n_frames", 1) > 1:
+        if getattr(image, "is_animated", False):  # which does not count all frames
             raise Refused("is animated, allowed are images of one frame")
         image.load()
         upright = ImageOps.exif_transpose(image).convert("RGB")

@@ -25,11 +25,13 @@ class MediaPart:
     """
     Attributes:
         field: where it came.
+        data: the file itself, where there is no URL.
     """
 
     kind: MediaKind
     url: str
     field: str
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class Prompt:
 
 def _is_data(url: str) -> bool:
     return url[:5].lower() == "data:"
+
+
+def _refusal(part: MediaPart, why: Refused) -> InvalidRequest:
+    what = "the image" if part.kind == "image" else "the video"
+    return InvalidRequest(f"{part.field}: {what} {why}", part.field)
 
 
 class MediaLoader:
@@ -88,14 +95,27 @@ class MediaLoader:
     async def _one(self, part: MediaPart, alone: bool) -> Made:
         loop = asyncio.get_running_loop()
         try:
-            if _is_data(part.url):
-                data = await loop.run_in_executor(self._fetchers, read_data, part.url, self.limits)
-            else:
-                data = await loop.run_in_executor(self._fetchers, fetch, part.url, self.limits)
+            data = await loop.run_in_executor(self._fetchers, self._read, part)
             return await loop.run_in_executor(self._threads, self._make, part.kind, data, alone)
         except Refused as why:
-            what = "the image" if part.kind == "image" else "the video"
-            raise InvalidRequest(f"{part.field}: {what} {why}", part.field) from None
+            raise _refusal(part, why) from None
+
+    def load_here(self, parts: Sequence[MediaPart]) -> list[Made]:
+        """One after the other, for a caller who has no event loop and sets no bounds for himself. Raises
+        InvalidRequest."""
+        alone = sum(part.kind == "image" for part in parts) == 1
+        made = []
+        for part in parts:
+            try:
+                made.append(self._make(part.kind, self._read(part), alone))
+            except Refused as why:
+                raise _refusal(part, why) from None
+        return made
+
+    def _read(self, part: MediaPart) -> bytes:
+        if part.data is not None:
+            return part.data
+        return read_data(part.url, self.limits) if _is_data(part.url) else fetch(part.url, self.limits)
 
     def _make(self, kind: MediaKind, data: bytes, alone: bool) -> Made:
         worker = self._idle.get()

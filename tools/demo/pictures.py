@@ -34,11 +34,13 @@ GREETINGS = ("Hello", "Hello!", "Hi", "Who are you?", "What can you do?", "What 
 
 @dataclass(frozen=True)
 class Thing:
-    """One shape; x is where its middle is, of the picture's width."""
+    """One shape; where its middle is, of the width and the height, and how far it reaches, of the shorter side."""
 
     shape: str
     colour: str
-    x: float
+    x: float = 0.0
+    y: float = 0.0
+    radius: float = 0.0
 
     @property
     def named(self) -> str:
@@ -56,6 +58,15 @@ class Picture:
     image: Image.Image
     things: tuple[Thing, ...]
     background: str
+
+    def at(self, x: float, y: float) -> Thing | None:
+        """What is there, in shares of width and height."""
+        width, height = self.image.size
+        short = min(width, height)
+        for thing in self.things:
+            if math.hypot((x - thing.x) * width, (y - thing.y) * height) < thing.radius * short:
+                return thing
+        return None
 
     def png(self) -> bytes:
         file = io.BytesIO()
@@ -82,7 +93,8 @@ def draw(rng: random.Random, side: int | None = None) -> Picture:
         _places(rng, width, height, count), rng.sample(SHAPES, count), colours, strict=True
     ):
         _draw_shape(rng, pen, shape, _shade(rng, colour), *place)
-        things.append(Thing(shape, colour, place[0] / width))
+        x, y, radius = place
+        things.append(Thing(shape, colour, x / width, y / height, radius / min(width, height)))
     if rng.random() < 0.2:
         image = _as_jpeg(rng, image)
     return Picture(image, tuple(sorted(things, key=lambda thing: thing.x)), background)
@@ -189,7 +201,7 @@ def _whether(rng: random.Random, picture: Picture) -> Asked:
     kind = rng.randrange(4)
     if kind == 0:
         there = any((each.colour, each.shape) == (colour, shape) for each in picture.things)
-        asked = f"Is there {Thing(shape, colour, 0).one}?"
+        asked = f"Is there {Thing(shape, colour).one}?"
     elif kind == 1:
         there, asked = any(each.shape == shape for each in picture.things), f"Is there a {shape}?"
     elif kind == 2:
