@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args, get_type_hints
 
-from penstock.api.media import media_of
 from penstock.cli.devices import known_device
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, EngineFailure, InvalidRequest, Unavailable, UnsupportedField
@@ -34,6 +33,7 @@ from penstock.obs.progress import byte_progress
 from penstock.service.checkpoint import checked_override, find_checkpoint, read_defaults
 from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
 from penstock.service.intake import ModelLimits, check_salt, make_embedding, make_sequences, truncated
+from penstock.service.media_parts import media_of
 from penstock.text import grammar
 from penstock.text.detokenizer import OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 
 A very small Qwen2.5-VL with its own tokenizer. All that it is trained on is drawn, and asked, by `demo/pictures.py`.
 
-    python tools/train_demo_vl.py --out penstock/demo_vl --minutes 15
+    python tools/train_demo_vl.py --out penstock/demo_vl
     python tools/train_demo_vl.py --evaluate penstock/demo_vl
 """
 
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +176,18 @@ class Sampler:
         self.rng, self.processor = random.Random(seed), processor
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
-    def sample(self, pictures: int) -> Sample:
-        """Of so many pictures, one after the other; now and then of none."""
+    def sample(self, pictures: int, turns: int) -> Sample:
+        """Of so many pictures, one after the other; now and then of none. Without turns it is a picture alone."""
         sample = Sample()
+        if not turns:
+            self._show(sample, draw(self.rng))
+            return sample
         if self.rng.random() < 0.04:
             self._turn(sample, None, shown=False)
             return sample
         for _ in range(pictures):
             picture = draw(self.rng)
-            for i in range(TURNS):
+            for i in range(turns):
                 self._turn(sample, picture, shown=i == 0)
         return sample
 
@@ -213,18 +217,17 @@ class Sampler:
         sample.patches.append(split.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1))
         sample.grids.append((1, rows, columns))
         rows, columns = rows // merge, columns // merge
-        for row in range(rows):
-            for column in range(columns):
-                thing = picture.at((column + 0.5) / columns, (row + 0.5) / rows)
-                what = (0, 0) if thing is None else (SHAPES.index(thing.shape) + 1, NAMES.index(thing.colour) + 1)
-                sample.there.append((*what, NAMES.index(picture.background)))
+        y, x = np.indices((rows, columns))
+        known = [(0, 0), *((SHAPES.index(one.shape) + 1, NAMES.index(one.colour) + 1) for one in picture.things)]
+        for number in picture.at((x.ravel() + 0.5) / columns, (y.ravel() + 0.5) / rows):
+            sample.there.append((*known[number + 1], NAMES.index(picture.background)))
         marks = [TOKENS.index(VISION_START), *[TOKENS.index(IMAGE)] * (rows * columns)]
         sample.add([*marks, TOKENS.index(VISION_END)], learnt=False)
 
-    def batches(self, size: int) -> Iterator[dict[str, Tensor]]:
+    def batches(self, size: int, turns: int = TURNS) -> Iterator[dict[str, Tensor]]:
         while True:
-            pictures = 2 if self.rng.random() < 0.1 else 1
-            drawn = [self.sample(pictures) for _ in range(size // pictures)]
+            pictures = 2 if turns and self.rng.random() < 0.1 else 1
+            drawn = [self.sample(pictures, turns) for _ in range(size // pictures)]
             longest = max(len(sample.ids) for sample in drawn)
             ids = torch.full((len(drawn), longest), SPECIALS.index("<|endoftext|>"))
             labels = torch.full((len(drawn), longest), IGNORED)
@@ -278,46 +281,58 @@ def new_model(seed: int) -> Any:
     return model
 
 
+def optimizer_of(parts: list[torch.nn.Module], weight_decay: float) -> torch.optim.AdamW:
+    every = [weight for part in parts for weight in part.parameters()]
+    matrices, others = [weight for weight in every if weight.ndim > 1], [weight for weight in every if weight.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+
+
+class Phase:
+    """So many steps, by a rate that grows at first and then falls; says now and then how it goes."""
+
+    def __init__(self, name: str, optimizer: torch.optim.AdamW, steps: int, peak: float) -> None:
+        self.name, self.optimizer, self.steps, self.peak = name, optimizer, steps, peak
+        self.losses = deque[float](maxlen=100)
+        self.started, self.step = time.monotonic(), 0
+
+    def learn(self, loss: Tensor) -> None:
+        self.step += 1
+        share = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak * min(1.0, self.step / 100) * share
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([each for group in self.optimizer.param_groups for each in group["params"]], 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.item())
+        if self.step % 100 == 0 or self.step == self.steps:
+            mean, seconds = sum(self.losses) / len(self.losses), time.monotonic() - self.started
+            print(f"{self.name}: {seconds:4.0f} s  step {self.step}  loss {mean:.4f}", flush=True)
+
+
 def train(options: argparse.Namespace) -> None:
-    """Until the minutes are over; the weights are written now and then, and at the end."""
+    """The tower by itself first, which is quick, and then all of it."""
     tokenizer = train_tokenizer()
     save_fixed_files(options.out, tokenizer)
     processor = read_processor(options.out)
     assert isinstance(processor, Processor)
     model = new_model(options.seed)
+    print(f"{sum(part.numel() for part in model.parameters())} parameters")
     hints = Hints(model.model.visual, CONFIG["text_config"]["hidden_size"])
-    every = [*model.parameters(), *hints.parameters()]
-    matrices, others = [part for part in every if part.ndim > 1], [part for part in every if part.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
-    count = sum(part.numel() for part in model.parameters())
-    print(f"{count} parameters")
-    started, losses, seen = time.monotonic(), deque[tuple[float, float]](maxlen=50), 0
-    for step, batch in enumerate(Sampler(tokenizer, processor, options.seed).batches(options.batch), 1):
-        done = (time.monotonic() - started) / (60 * options.minutes)
-        if options.steps:
-            done = step / options.steps
-        for group in optimizer.param_groups:
-            group["lr"] = (
-                options.lr * min(1.0, step / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1, done))))
-            )
+    sampler = Sampler(tokenizer, processor, options.seed)
+    optimizer = optimizer_of([model.model.visual, hints], options.weight_decay)
+    phase = Phase("tower", optimizer, options.tower_steps, options.lr)
+    for batch in islice(sampler.batches(options.batch, turns=0), options.tower_steps):
+        model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
+        phase.learn(hints(batch["there"]))
+    phase = Phase("all", optimizer_of([model, hints], options.weight_decay), options.steps, options.lr)
+    for batch in islice(sampler.batches(options.batch), options.steps):
         there = batch.pop("there")
         loss = model(**batch, use_cache=False).loss
-        hint = hints(there)
-        (loss + hint).backward()
-        torch.nn.utils.clip_grad_norm_(every, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seen += batch["input_ids"].shape[0]
-        losses.append((loss.item(), hint.item()))
-        if step % 50 == 0 or done >= 1:
-            seconds = time.monotonic() - started
-            of_answers, of_hints = (sum(each) / len(losses) for each in zip(*losses, strict=True))
-            print(f"{seconds:6.0f} s  step {step}  loss {of_answers:.3f}  of hints {of_hints:.3f}", flush=True)
-        if step % 500 == 0 or done >= 1:
+        phase.learn(loss + 0.2 * hints(there))
+        if phase.step % 500 == 0 or phase.step == options.steps:
             save_weights(options.out, model)
-        if done >= 1:
-            break
     if (size := (options.out / "model.safetensors").stat().st_size) > MOST_BYTES:
         raise SystemExit(f"model.safetensors has {size} bytes; what is bundled may have {MOST_BYTES}")
 
@@ -349,11 +364,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("penstock/demo_vl"), help="where the model is written")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only ask DIR's model of held-out pictures")
     parser.add_argument("--pictures", type=int, default=500, help="that are asked of (default 500)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="how long to train, by the clock (default 15)")
-    parser.add_argument("--steps", type=int, help="train for this many steps instead")
+    parser.add_argument("--tower-steps", type=int, default=2400, help="of the tower alone (default 2400)")
+    parser.add_argument("--steps", type=int, default=1000, help="of the whole model (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of pictures (default 0)")
     parser.add_argument("--batch", type=int, default=32, help="conversations of a step (default 32)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default 0.003)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 0.002)")
     parser.add_argument("--weight-decay", type=float, default=0.02, help="of the matrices (default 0.02)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     options = parser.parse_args()

@@ -49,14 +49,15 @@ INAPPLICABLE = {  # why -> parts of tests' ids
     SEES: ("multimodal", "_vlm", "online_vision", "image_extra"),
     "prompts are text or tokens": ("prompt_embeds",),
     "compares with a model from the Hub, its tokens or its size": (
-        *("test_single_completion[Qwen", "test_single_chat_session", "test_online.py::test_basic", "test_matryoshka"),
+        *("test_single_completion[Qwen", "test_single_chat_session[", "test_online.py::test_basic", "test_matryoshka"),
         *(
             "test_completion_request",
             "test_base64_embedding",
             "test_truncate_prompt_tokens",
             "test_online.py::test_chat",
         ),
-        *("test_pooling_embed", "logprob_token_ids"),
+        *("test_pooling_embed", "logprob_token_ids", "expands_image_placeholders"),
+        *(f"test_vision.py::test_single_chat_session_image{more}[" for more in ("", "_base64encoded")),
     ),
     "needs what a model knows: to answer, to think, to call a function, to come to an end": (
         *(
@@ -77,8 +78,7 @@ INAPPLICABLE = {  # why -> parts of tests' ids
         *("test_reasoning_item", "test_store", "test_previous_response_id", "test_two_responses_with_same_prev_id"),
         *("test_structured_output", "test_anthropic_tool_call\0", "test_enable_response_messages"),
         "test_namespace_tool_separator",
-        *("test_vision.py::test_single_chat_session_image[", "test_image_base64encoded["),
-        "test_image_base64encoded_beamsearch[",
+        "test_single_chat_session_image_base64encoded_beamsearch[",
     ),
     "needs vLLM's or others' packages beside the server": (
         *("test_parsable_context", "tensorizer", "openapi_stateless", "embed_dtype_and_endianness"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.api.media import DETAILS
 from penstock.api.messages import IMAGES
 from penstock.api.schema import ROLES
 from penstock.api.tools import CHOICES, MAX_NAME_CHARS, MAX_TOOLS
 from penstock.core.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from penstock.service.media_parts import DETAILS
 
 Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}

@@ -17,7 +17,6 @@ from penstock.api.chat import ChatBody
 from penstock.api.chat_batch import HARMLESS, ChatBatchBody
 from penstock.api.completions import CompletionBody
 from penstock.api.embeddings import MAX_INPUTS, EmbeddingBody, RerankBody, ScoreBody
-from penstock.api.media import DETAILS
 from penstock.api.messages import CountBody, MessagesBody
 from penstock.api.responses import ResponsesBody
 from penstock.api.schema import (
@@ -53,6 +52,7 @@ from penstock.core.sampling import (
 from penstock.core.structured_outputs import MAX_BYTES
 from penstock.core.thinking import MAX_BUDGET, MAX_TOKENS
 from penstock.service.intake import MAX_SALT_BYTES
+from penstock.service.media_parts import DETAILS
 
 Schema = dict[str, Any]
 

@@ -1,37 +1,17 @@
-"""Images and videos in messages: OpenAI's parts, and what other APIs' blocks are made to.
-
-A part is found by its type alone, checked, and replaced by a placeholder for the chat template.
-"""
+"""Prompts with images and videos in them: of messages, and of texts with tags."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from penstock.api.schema import SHORT
 from penstock.core.errors import InvalidRequest, UnsupportedField
-from penstock.core.request import MediaKind
 from penstock.media.loader import MediaLoader, MediaPart, Prompt
-from penstock.text.chat import Placeholder
+from penstock.service.media_parts import media_of
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
-KINDS: dict[str, MediaKind] = {"image_url": "image", "input_image": "image", "video_url": "video"}
 TAG = "<image>"
-DETAILS = (None, "auto", "low", "high", "original")
-
-
-class MediaBlock(dict[str, Any]):
-    """A part as OpenAI has it, made of another API's.
-
-    Args:
-        place: where that is in its message, for errors.
-    """
-
-    def __init__(self, url: str, place: str, kind: str = "image_url") -> None:
-        super().__init__({"type": kind, kind: {"url": url}})
-        self.place = place
 
 
 def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -39,28 +19,6 @@ def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
-
-
-def media_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaPart]]:
-    """The messages with placeholders, and what these stand for. Raises InvalidRequest."""
-    found: list[MediaPart] = []
-    result = []
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if isinstance(content, list) and any(_kind(part) in KINDS for part in content):
-            parts: list[Any] = []
-            for j, part in enumerate(content):
-                if (kind := KINDS.get(_kind(part))) is None:
-                    parts.append(part)
-                    continue
-                place = part.place if isinstance(part, MediaBlock) else f"content[{j}].{_named(part)}"
-                field = f"messages[{i}].{place}"
-                found.append(MediaPart(kind, _url(part, field), field))
-                parts.append(Placeholder(type=kind))
-            result.append({**message, "content": parts})
-        else:
-            result.append(message)
-    return result, found
 
 
 async def encode_with_urls(frontend: Frontend, text: str, urls: list[str], field: str, most: int) -> Prompt:
@@ -117,27 +75,3 @@ async def encode_with_media(frontend: Frontend, messages: list[dict[str, Any]], 
     made = await loader.load(parts)
     tokens = await frontend.encode_chat(messages, **options)
     return loader.placed(tokens, made, most)
-
-
-def _kind(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    return kind if isinstance(kind, str) else ""
-
-
-def _named(part: Mapping[str, Any]) -> str:
-    return "video_url" if part["type"] == "video_url" else "image_url"
-
-
-def _url(part: Mapping[str, Any], field: str) -> str:
-    """Chats have it in an object, which may say how closely to look; Responses have it in the part itself."""
-    given = part.get(_named(part))
-    if part.get("file_id") is not None:
-        raise UnsupportedField(f"{field}: file_id is not supported, allowed is a URL", field)
-    said = given if isinstance(given, Mapping) else part
-    if said.get("detail") not in DETAILS:
-        allowed = ", ".join(each for each in DETAILS if each)
-        raise InvalidRequest(f"{field}.detail: {SHORT.repr(said['detail'])}, allowed are {allowed}", field)
-    url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or not url:
-        raise InvalidRequest(f"{field}: {SHORT.repr(given)}, allowed is an object with a url", field)
-    return cast(str, url)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from penstock.api.chat import ChatBody, Turn, answer, prompt_of
 from penstock.api.errors import error_row
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
-from penstock.api.media import MediaBlock, joined
+from penstock.api.media import joined
 from penstock.api.message import Fields
 from penstock.api.schema import SHORT, Body, Int32, Messages, Strings, service_level, whole_number
 from penstock.api.sse import encode
@@ -22,6 +22,7 @@ from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.service.generation import Usage
+from penstock.service.media_parts import MediaBlock
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:

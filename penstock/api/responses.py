@@ -16,13 +16,13 @@ from starlette.types import ASGIApp
 from penstock.api.background import Background
 from penstock.api.chat import ChatBody, Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
-from penstock.api.media import MediaBlock
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape, flat_name
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import SHORT, Body, Int32, Strings, service_level, whole_number
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
+from penstock.service.media_parts import MediaBlock
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Models

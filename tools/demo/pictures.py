@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 Colour = tuple[int, int, int]
@@ -59,14 +60,14 @@ class Picture:
     things: tuple[Thing, ...]
     background: str
 
-    def at(self, x: float, y: float) -> Thing | None:
-        """What is there, in shares of width and height."""
+    def at(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Which of `things` is at these places, given in shares of width and height; -1 is none."""
         width, height = self.image.size
-        short = min(width, height)
-        for thing in self.things:
-            if math.hypot((x - thing.x) * width, (y - thing.y) * height) < thing.radius * short:
-                return thing
-        return None
+        found = np.full(x.shape, -1)
+        for number, thing in enumerate(self.things):
+            apart = np.hypot((x - thing.x) * width, (y - thing.y) * height)
+            found[apart < thing.radius * min(width, height)] = number
+        return found
 
     def png(self) -> bytes:
         file = io.BytesIO()
@@ -112,9 +113,9 @@ def _places(rng: random.Random, width: int, height: int, count: int) -> list[tup
     short = min(width, height)
     while True:
         places: list[tuple[float, float, float]] = []
-        most = 0.44 if count == 1 else 0.27 if count == 2 else 0.2
+        least, most = ((0.2, 0.44), (0.17, 0.28), (0.16, 0.22))[count - 1]
         for _ in range(count):
-            radius = rng.uniform(0.15, most) * short
+            radius = rng.uniform(least, most) * short
             places.append((rng.uniform(radius, width - radius), rng.uniform(radius, height - radius), radius))
         pairs = [(a, b) for i, a in enumerate(places) for b in places[:i]]
         if all(math.dist(a[:2], b[:2]) > 1.1 * (a[2] + b[2]) and abs(a[0] - b[0]) > 0.12 * width for a, b in pairs):
