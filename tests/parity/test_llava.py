@@ -20,6 +20,7 @@ from penstock.media.processor import TilingProcessor, read_processor
 from penstock.nn import native
 from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
+from penstock.nn.models.llava_onevision import LlavaOnevision
 from tests.helpers.checkpoints import TILES, auto_class, write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.hostile import encoded, video
@@ -178,6 +179,30 @@ def test_two_ranks_say_what_one_says(processor, checkpoint, model):
 def test_tilings_that_cannot_be(changes, said):
     with pytest.raises(ConfigError, match=said):
         read_tiling({**TILES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"vision_feature_layer": -2}, "vision_feature_layer"),
+        ({"vision_feature_layer": [-1, -2]}, "vision_feature_layer"),
+        ({"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias"),
+        ({"text_config": {"model_type": "llama"}}, "text_config"),
+        ({"vision_config": {"model_type": "clip_vision_model"}}, "vision_config"),
+        ({"vision_config": {"num_attention_heads": 7}}, "num_attention_heads"),
+        ({"vision_config": {"hidden_act": "silu"}}, "hidden_act"),
+        ({"vision_config": {"num_channels": 4}}, "num_channels"),
+    ],
+)
+def test_options_that_are_not_supported_are_named(checkpoint, changes, field):
+    config = json.loads((checkpoint / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    with pytest.raises(ConfigError) as refused:
+        LlavaOnevision.read_config(config)
+    assert refused.value.field == field
 
 
 def test_settings_of_two_minds(checkpoint, tmp_path):
