@@ -44,6 +44,7 @@ PIXELS = 4200  # of a resized picture at most, which has 64 x 64 where it is squ
 NAMES = [*COLOURS]
 WIDTHS = (len(SHAPES) + 1, len(COLOURS) + 1, len(COLOURS))  # of what `Hints` tells
 HELD_OUT = 1_000_003  # of the seeds of pictures that are not trained on
+MANTISSA = 3  # bits of it that weights keep
 MOST_BYTES = 1_000_000  # of the weights, as they are bundled
 
 CONFIG: dict[str, Any] = {
@@ -331,10 +332,20 @@ def train(options: argparse.Namespace) -> None:
         there = batch.pop("there")
         loss = model(**batch, use_cache=False).loss
         phase.learn(loss + 0.2 * hints(there))
-        if phase.step % 500 == 0 or phase.step == options.steps:
-            save_weights(options.out, model)
+    save(options.out, model)
     if (size := (options.out / "model.safetensors").stat().st_size) > MOST_BYTES:
         raise SystemExit(f"model.safetensors has {size} bytes; what is bundled may have {MOST_BYTES}")
+
+
+def save(folder: Path, model: Any) -> None:
+    """Weights of few bits, which take less room in a wheel; they stay bf16."""
+    with torch.no_grad():
+        for part in model.parameters():
+            if part.ndim > 1:
+                mantissa, exponent = torch.frexp(part)
+                scale = 2.0 ** (MANTISSA + 1)
+                part.copy_(torch.ldexp((mantissa * scale).round() / scale, exponent))
+    save_weights(folder, model)
 
 
 def evaluate(folder: Path, pictures: int) -> dict[str, float]:
