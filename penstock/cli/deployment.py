@@ -7,12 +7,14 @@ import json
 import re
 from math import inf
 from pathlib import Path
+from typing import get_args
 from urllib.parse import urlsplit
 
 from penstock.cli.options import Option, between, integer, number, one_of, size, switch, text, words
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, OF_MODEL, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.core.host_port import read_address, split_host_port
+from penstock.core.wire.engine import MediaRoute, Role
 from penstock.engine.poison import HOW, Poison
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.local.limits import DISK_GBPS, REMOTE_GBPS
@@ -142,7 +144,7 @@ ENGINE = (*(OWN.get(option.name, option) for option in ENGINE_OPTIONS), PEER_WEI
 GROUP = (
     Option("name", text, None, "instances are called NAME-0, NAME-1, ...; by default engine, or as the role"),
     Option("count", integer(1, 1024), 1, "how many of this kind"),
-    Option("role", one_of("any", "prefill", "decode"), "any", "prefill, decode or any"),
+    Option("role", one_of(*get_args(Role)), "any", "prefill, decode, encode (images alone) or any"),
 )
 TABLES = Tables(
     top=(
@@ -176,6 +178,13 @@ TABLES = Tables(
             switch,
             False,
             "roles change when prompts or tokens come too late, under any policy; under xllm and unified always",
+        ),
+        Option(
+            "media-route",
+            one_of("auto", *get_args(MediaRoute)),
+            "auto",
+            "which stages of requests with images are together: E+P+D encodes at instances of the role encode, EP+D "
+            "where the prompt is prefilled, ED+P where it is to decode, EPD has all at one; auto: as roles are",
         ),
     ),
     models=(

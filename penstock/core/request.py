@@ -25,7 +25,7 @@ MediaKind = Literal["image", "video"]
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
     """Tokens of a prompt that stand for an image or a video: [start, start + length). Its pixels travel beside it
-    (`Request.pixels`).
+    (`Request.pixels`), or what the model makes of them.
 
     Attributes:
         digest: of its content, and of whatever decides what the model makes of it.
@@ -33,6 +33,8 @@ class MediaSpan:
         interval: between two frames in time, as positions of a rotation that knows of time count it.
         shape: frames, height and width of its pixels.
         source: height and width of the image that these were made of, where the model wants to know.
+        embedded: another engine has looked at it: in place of its pixels there are the bytes of its embeddings,
+            [length, hidden] in the model's dtype.
     """
 
     start: int
@@ -43,6 +45,7 @@ class MediaSpan:
     interval: float = 1.0
     shape: tuple[int, int, int] = (1, 1, 1)
     source: tuple[int, int] = (0, 0)
+    embedded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +101,6 @@ class Request:
     def reads_all(self) -> bool:
         """Whether every position of the prompt is to be computed, whatever the prefix cache holds."""
         return self.pooling == "mean" or (self.params.prompt_logprobs is not None and not self.generated)
-
-    def pixels_of(self, start: int, end: int) -> list[tuple[bytes, bytes]]:
-        """(digest, pixels) of each of `media` that stands for some of the tokens [start, end)."""
-        return [
-            (span.digest, pixels)
-            for span, pixels in zip(self.media, self.pixels, strict=True)
-            if span.start < end and start < span.start + span.length
-        ]
 
     @property
     def context(self) -> Sequence[int]:

@@ -209,6 +209,7 @@ def _build(
         windows=windows,
         tail_interval=options.tail_key_interval,
         stages=options.pipeline_parallel_size,
+        media_tokens=options.media_cache_memory // (model.config.hidden_size * model.dtype.itemsize),
     )
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "
@@ -227,7 +228,8 @@ def _build(
     worker.save_weights()
     executor = _executor(worker, clock, others)
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
+    media = 0 if model.visual is None else options.media_cache_memory
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, media)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 

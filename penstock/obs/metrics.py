@@ -89,6 +89,9 @@ COUNTED = {  # field of the statistics -> metric, and its help
     "compiling": ("grammar_compile_seconds", "Time that this took, beside steps"),
     "pulled_blocks": ("kv_blocks_pulled", "KV blocks that other engines handed over, verified"),
     "failed_pulls": ("kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"),
+    "encodes": ("images_encoded", "Images and videos that the model has looked at"),
+    "given_embeddings": ("embeddings_given", "Images whose embeddings another engine has taken"),
+    "taken_embeddings": ("embeddings_taken", "Images whose embeddings came from another engine, verified"),
     "interruptions": ("offline_steps_interrupted", "Steps of offline work that ended early for an online request"),
     "split_steps": ("steps_in_micro_batches", "Steps that were computed as two micro-batches"),
     "expert_switches": ("expert_switches", "Layers whose experts have moved between ranks"),
@@ -514,6 +517,9 @@ class Metrics:
             "structured_requests", "Prompts whose outputs are to have a form, by what says which", "kind", KINDS
         )
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
+        self._lacking = self._counter(
+            "image_fallbacks", "Images that another instance was to look at, and that were looked at where prefilled"
+        )
         self._make_recoveries()
         self._hedged = self._counters(
             "hedged_requests",
@@ -735,6 +741,11 @@ class Metrics:
     def observe_hedge(self, how: Literal["overtaken", "returned"]) -> None:
         """A sequence was tried elsewhere while its engine stood still, and goes on at one of both."""
         self._hedged[how].inc()
+
+    @_later
+    def observe_lacking(self, images: int) -> None:
+        """Nothing came of what another instance was to make of so many images."""
+        self._lacking.inc(images)
 
     @_later
     def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:

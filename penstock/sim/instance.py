@@ -327,7 +327,7 @@ class SimInstance:
     def _begin(self, now: float) -> None:
         self._load = None
         plan = self.scheduler.schedule(now)
-        if not plan.sequences:
+        if plan.empty:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
         alike = self._strides and not plan.work.prefills  # the steps after it may be

@@ -19,7 +19,7 @@ Result = Mapping[str, Any]
 WIDE = 2 * WIDTH + 40
 MOST_STRIPS = 128  # instances in the timeline
 LOADS = (0.25, 0.5, 0.75)  # of the most that ran on any instance: shades
-ROLES = {"any": "any", "prefill": "prefill", "decode": "decode"}
+ROLES = {"any": "any", "prefill": "prefill", "decode": "decode", "encode": "other"}
 TIME = Axis("time (s)", low=0.0)
 SHARE = Axis("share of requests", low=0.0, high=1.0, percent=True)
 KEPT = Axis("kept their targets", low=0.0, high=1.0, percent=True)

@@ -398,10 +398,10 @@ class _Parser:
         return tuple(group for _, group in pairs)
 
     def _check_roles(self, pairs: Sequence[tuple[Spot, InstanceGroup]]) -> None:
-        """The role "prefill" needs instances that decode, and "decode" needs instances that prefill."""
+        """The role "prefill" needs instances that decode, "decode" and "encode" need instances that prefill."""
         roles = {group.role for _, group in pairs}
         for at, group in pairs:
-            other = {"prefill": "decode", "decode": "prefill"}.get(group.role)
+            other = {"prefill": "decode", "decode": "prefill", "encode": "prefill"}.get(group.role)
             if other and not roles & {other, "any"}:
                 self.file.complain(at, f"role {group.role!r}, allowed only beside instances of {other!r} or 'any'")
         if len({group.geometry for _, group in pairs}) > 1:

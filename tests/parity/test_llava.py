@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.plan import BLOCK_TOKENS, Encode, SequenceStep, StepPlan
 from penstock.core.request import MediaSpan
 from penstock.core.sampling import SamplingParams
 from penstock.core.tiles import Tiling, read_tiling
 from penstock.engine.cache import KVCache, make_layout
+from penstock.engine.media import MediaEmbeddings
 from penstock.media.decode import make
 from penstock.media.limits import MediaLimits
 from penstock.media.processor import TilingProcessor, read_processor
@@ -88,14 +89,15 @@ def asked(name, made, **options):
 
 def ours(model, request, chunks):
     cache = KVCache.on_device(make_layout(model.config, model.dtype, "block", ""), 16, CPU)
-    media = make_engine(model).executor.worker.media
+    media, spans = MediaEmbeddings(), zip(request.media, request.pixels, strict=True)
+    media.follow(model, StepPlan((), encodes=tuple(Encode("r", *each) for each in spans)))
     rows, done = [], 0
     for chunk in [*chunks, len(request.prompt)]:
         if not (own := request.prompt[done : done + chunk]):
             break
         end = done + len(own)
         step = SequenceStep("r", done, own, tuple(range(-(-end // BLOCK_TOKENS))), 1, SamplingParams(), 0)
-        step.media, step.pixels = request.media, request.pixels_of(done, end)
+        step.media = request.media
         batch = Batch([step], CPU)
         batch.seen = media.seen(model, batch)
         rows.append(model.logits(model(batch, cache.layers)))
