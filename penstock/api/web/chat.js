@@ -59,8 +59,8 @@ export function chat(section) {
 
   function attached(urls) {
     images = urls;
-    const remove = (url) => attached(images.filter((each) => each !== url));
-    const picture = (url) => el("button.quiet.small", { type: "button", title: "Remove", onclick: () => remove(url) }, el("img", { src: url, alt: "Remove this image" }));
+    const remove = (place) => attached(images.filter((_, i) => i !== place));
+    const picture = (url, i) => el("button.quiet.small", { type: "button", title: "Remove", onclick: () => remove(i) }, el("img", { src: url, alt: "Remove this image" }));
     strip.replaceChildren(...urls.map(picture));
   }
 
