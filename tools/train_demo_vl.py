@@ -4,6 +4,7 @@
 A very small Qwen2.5-VL with its own tokenizer. All that it is trained on is drawn, and asked, by `demo/pictures.py`.
 
     python tools/train_demo_vl.py --out penstock/demo_vl
+    python tools/train_demo_vl.py --out penstock/demo_vl --go-on penstock/demo_vl --lr 1.5e-3 --seed 77
     python tools/train_demo_vl.py --evaluate penstock/demo_vl
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -323,6 +325,11 @@ def train(options: argparse.Namespace) -> None:
     hints = Hints(model.model.visual, CONFIG["text_config"]["hidden_size"])
     sampler = Sampler(tokenizer, processor, options.seed)
     optimizer = optimizer_of([model.model.visual, hints], options.weight_decay)
+    if options.go_on is not None:
+        weights = load_file(options.go_on / "model.safetensors")
+        model.load_state_dict({name: weight.float() for name, weight in weights.items()}, strict=False)
+        options.tower_steps = 0
+    hint = 0.2 if options.go_on is None else 0.0  # what tells them is not kept
     phase = Phase("tower", optimizer, options.tower_steps, options.lr)
     for batch in islice(sampler.batches(options.batch, turns=0), options.tower_steps):
         model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
@@ -331,7 +338,7 @@ def train(options: argparse.Namespace) -> None:
     for batch in islice(sampler.batches(options.batch), options.steps):
         there = batch.pop("there")
         loss = model(**batch, use_cache=False).loss
-        phase.learn(loss + 0.2 * hints(there))
+        phase.learn(loss + hint * hints(there))
     save(options.out, model)
     if (size := (options.out / "model.safetensors").stat().st_size) > MOST_BYTES:
         raise SystemExit(f"model.safetensors has {size} bytes; what is bundled may have {MOST_BYTES}")
@@ -386,7 +393,7 @@ shown a picture, and answers truly. It knows nothing else.
 
 All that it was trained on is drawn, and asked, by `tools/demo/pictures.py`, which has the questions that it
 understands. `python tools/train_demo_vl.py` trains it, in ten minutes of one core: its tower tells first, of each
-token, what is there, and then all of it learns to answer.
+token, what is there, and then all of it learns to answer. It went on with `--go-on`, for five minutes more.
 
 ## How often it is right
 
@@ -414,6 +421,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=500, help="that are asked of (default 500)")
     parser.add_argument("--tower-steps", type=int, default=2400, help="of the tower alone (default 2400)")
     parser.add_argument("--steps", type=int, default=1000, help="of the whole model (default 1000)")
+    parser.add_argument("--go-on", type=Path, metavar="DIR", help="with DIR's weights, and without the tower's steps")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of pictures (default 0)")
     parser.add_argument("--batch", type=int, default=32, help="conversations of a step (default 32)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 0.002)")
