@@ -6,32 +6,40 @@ outputs = LLM("demo").generate(["import os"], SamplingParams(max_tokens=32))
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import weakref
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from penstock.cli.devices import known_device
 from penstock.core.clock import SystemClock
-from penstock.core.errors import ConfigError, EngineFailure, InvalidRequest, Unavailable
+from penstock.core.errors import ConfigError, EngineFailure, InvalidRequest, Unavailable, UnsupportedField
 from penstock.core.memory import PARTS, Part
-from penstock.core.request import Pooling, Request, TokenLogprobs, TokenOutput
+from penstock.core.request import MediaKind, Pooling, Request, TokenLogprobs, TokenOutput
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.calibration import calibrated
 from penstock.engine.loop import Engine
+from penstock.media.limits import MediaLimits
+from penstock.media.loader import MediaLoader, MediaPart
+from penstock.media.loader import Prompt as Seen
+from penstock.media.processor import read_processor
 from penstock.obs.progress import byte_progress
 from penstock.service.checkpoint import checked_override, find_checkpoint, read_defaults
 from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
 from penstock.service.intake import ModelLimits, check_salt, make_embedding, make_sequences, truncated
+from penstock.service.media_parts import media_of
 from penstock.text import grammar
 from penstock.text.detokenizer import OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+UNBOUNDED = MediaLimits(count=1 << 16, bytes=1 << 30, pixels=1 << 28)  # of who asks himself
 
 
 @dataclass(slots=True)
@@ -144,11 +152,12 @@ class LLM:
     """A model, ready to generate and to embed.
 
     Args:
-        model: "demo", a Hugging Face checkpoint folder, or a hub name.
+        model: "demo", "demo-vl", a Hugging Face checkpoint folder, or a hub name.
         seed: of the generator that seeds requests which bring no seed; None draws from the system.
         chat_template: Jinja text or a file with it, instead of the checkpoint's.
         pooling: "last" or "mean": which hidden states become an embedding; None takes the checkpoint's.
         override_generation_config: `generation_config.json`'s names of sampling parameters, before those in it.
+        allowed_media_domains: hosts from which images and videos may be fetched.
         options: fields of `EngineOptions`: device, dtype, max_model_len, max_num_seqs, ...
 
     Raises:
@@ -163,6 +172,7 @@ class LLM:
         chat_template: str | None = None,
         pooling: Pooling | None = None,
         override_generation_config: Mapping[str, Any] | None = None,
+        allowed_media_domains: Sequence[str] = (),
         **options: Any,
     ) -> None:
         if pooling not in (None, *POOLINGS):
@@ -172,6 +182,10 @@ class LLM:
         self.tokenizer = Tokenizer(directory, chat_template)
         self._defaults = read_defaults(directory, self.tokenizer.eos_id, _override(override_generation_config))
         self._rng = random.Random(seed)
+        self._media: MediaLoader | None = None
+        if (processor := read_processor(directory)) is not None:
+            self._media = MediaLoader(processor, replace(UNBOUNDED, domains=tuple(allowed_media_domains)))
+            weakref.finalize(self, self._media.close)
         with byte_progress("weights") as progress:
             built = build_engine(_engine_options(str(directory), options), SystemClock(), progress=progress)
         self._engine = built.engine
@@ -216,7 +230,9 @@ class LLM:
 
         Args:
             prompts: texts, lists of token ids, or {"prompt": text} or {"prompt_token_ids": ids}; or a single one. Such
-                an object may have a "cache_salt": only prompts with the same one share cached prefixes.
+                an object may have a "cache_salt": only prompts with the same one share cached prefixes; and with a text
+                {"multi_modal_data": {"image": ..., "video": ...}}: files' bytes, or Pillow's images, or lists of them,
+                for each of which the text has the model's own placeholder.
             params: for all, or one each; None takes the checkpoint's defaults.
             progress: show a progress bar.
 
@@ -299,8 +315,10 @@ class LLM:
             self._engine.expect()
 
     def _embedding_job(self, prompt: Prompt, params: SamplingParams) -> _EmbeddingJob:
-        text, whole, salt = self._read(prompt)
-        tokens = list(truncated(whole, params, self.max_model_len, generates=False))
+        text, seen, salt = self._read(prompt)
+        if seen.media:
+            raise UnsupportedField("prompt: images are not embedded, allowed is text", "prompt")
+        tokens = list(truncated(seen.tokens, params, self.max_model_len, generates=False))
         self._count += 1
         name, pooling = f"offline-{self._count}", self._embedding.pooling
         sequence = make_embedding(name, tokens, params, pooling, self._limits, cache_salt=salt)
@@ -336,24 +354,52 @@ class LLM:
         params: SamplingParams | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. Without `params`, answers may be as long as the model allows."""
+        """Answer one conversation or several. Without `params`, answers may be as long as the model allows.
+
+        Args:
+            messages: as the API has them, with images and videos; {"type": "image_pil", "image_pil": ...} is one of
+                Pillow's.
+        """
         talks: Any = messages if messages and not isinstance(messages[0], dict) else [messages]
         chosen = params or SamplingParams(**{"max_tokens": None, **self._defaults.sampling})
-        return self.generate([self.tokenizer.encode_chat(list(talk), **template) for talk in talks], chosen)
+        return self.generate([{"seen": self._talk(list(talk), template)} for talk in talks], chosen)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """(its text, if it is one, its tokens, its cache salt)"""
+    def _talk(self, talk: list[dict[str, Any]], template: Mapping[str, Any]) -> Seen:
+        named, parts = talk, list[MediaPart]()
+        if all(isinstance(each, dict) for each in talk):  # else its tokenizer says what is wrong
+            named, parts = media_of([{**each, "content": _with_urls(each.get("content"))} for each in talk])
+        made = self._loader(parts).load_here(parts) if parts else ()
+        tokens = self.tokenizer.encode_chat(named, **template)
+        return Seen(tokens) if self._media is None else self._media.placed(tokens, made, self.max_model_len)
+
+    def _loader(self, parts: Sequence[MediaPart]) -> MediaLoader:
+        for part in parts:
+            if self._media is None or self._media.processor.token_of(part.kind) is None:
+                raise UnsupportedField(f"{part.field}: this model takes no {part.kind}s", part.field)
+        assert self._media is not None
+        return self._media
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, Seen, str]:
+        """(its text, if it is one, what it is made of, its cache salt)"""
+        if isinstance(prompt, Mapping) and isinstance(seen := prompt.get("seen"), Seen):
+            return None, seen, ""
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if salt is not None:
             check_salt(salt)
         plain = _plain(prompt)
-        if isinstance(plain, str):
-            return plain, self.tokenizer.encode(plain), salt or ""
-        return None, plain, salt or ""
+        text = plain if isinstance(plain, str) else None
+        tokens = self.tokenizer.encode(plain) if isinstance(plain, str) else plain
+        if not (parts := _parts_of(prompt)):
+            return text, Seen(tokens), salt or ""
+        loader = self._loader(parts)
+        return text, loader.placed(tokens, loader.load_here(parts), self.max_model_len, "prompt"), salt or ""
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        text, whole, salt = self._read(prompt)
-        tokens = list(truncated(whole, params, self.max_model_len))
+        text, seen, salt = self._read(prompt)
+        if seen.media and params.truncate_prompt_tokens is not None:
+            field = "truncate_prompt_tokens"
+            raise InvalidRequest(f"{field}: {params.truncate_prompt_tokens}, allowed only without images", field)
+        tokens = list(truncated(seen.tokens, params, self.max_model_len))
         self._count += 1
         name = f"offline-{self._count}"
         streams = [OutputStream(i, self.tokenizer, params) for i in range(params.n)]
@@ -362,6 +408,7 @@ class LLM:
         if params.structured_outputs is not None:
             grammar.check(params.structured_outputs)
         sequences = make_sequences(name, tokens, params, self._limits, self._rng, bad_words=bad_words, cache_salt=salt)
+        sequences = [replace(sequence, media=seen.media, pixels=seen.pixels) for sequence in sequences]
         return _Job(
             {s.id: i for i, s in enumerate(sequences)}, sequences, streams, RequestOutput(text, tokens, outputs)
         )
@@ -490,6 +537,49 @@ def _plain(prompt: Any) -> str | list[int]:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise InvalidRequest(f"prompt: {token!r}, allowed is a text or a list of token ids", "prompt")
     return [int(token) for token in tokens]
+
+
+def _parts_of(prompt: Any) -> list[MediaPart]:
+    """What a prompt brings beside its text, all images before all videos. Raises InvalidRequest."""
+    name = "multi_modal_data"
+    given = prompt.get(name) if isinstance(prompt, Mapping) else None
+    if not given:
+        return []
+    if not isinstance(given, Mapping) or given.keys() - {"image", "video"}:
+        raise InvalidRequest(f"{name}: allowed is an object with 'image' and 'video'", name)
+    kinds: tuple[MediaKind, ...] = ("image", "video")
+    parts = []
+    for kind in kinds:
+        listed = given.get(kind)
+        each = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+        parts += [MediaPart(kind, "", f"{name}.{kind}", _file(one, f"{name}.{kind}")) for one in each]
+    return parts
+
+
+def _file(given: Any, field: str) -> bytes:
+    if isinstance(given, bytes | bytearray):
+        return bytes(given)
+    if not hasattr(given, "save"):
+        raise InvalidRequest(f"{field}: {type(given).__name__}, allowed are a file's bytes and Pillow's images", field)
+    file = io.BytesIO()
+    given.convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+def _with_urls(content: Any) -> Any:
+    """A message's content, with Pillow's images as data: URLs."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": _data_url(part.get("image_pil"))}}
+        if isinstance(part, Mapping) and part.get("type") == "image_pil"
+        else part
+        for part in content
+    ]
+
+
+def _data_url(image: Any) -> str:
+    return f"data:image/png;base64,{b64encode(_file(image, 'image_pil')).decode()}"
 
 
 def _track(steps: Iterator[int], total: int, progress: bool) -> Iterator[int]:

@@ -31,9 +31,11 @@ WORDS = {"served": "yes", "not yet": "refused", "ignored": "ignored", None: ""}
 OPENAI, VLLM, PENSTOCK = "OpenAI", "vLLM", "penstock"
 SECTIONS = {
     "Prompt": (
-        ("messages", OPENAI, "text only: parts of other types are refused by name"),
+        ("messages", OPENAI, "text; with models that see `image_url` and `video_url`; other parts are refused by name"),
         ("prompt", OPENAI, "a text, token ids, or a list of either"),
         ("input", OPENAI, f"the same; at most {MAX_INPUTS}"),
+        ("urls", "RTP-LLM", "of images, one for each `<image>` in the prompt; `data:`, or of an allowed host"),
+        ("images", "RTP-LLM", "the same"),
         ("suffix", OPENAI, ""),
         (
             "echo",

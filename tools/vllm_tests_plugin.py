@@ -7,6 +7,8 @@ import base64
 import contextlib
 import importlib.abc
 import importlib.machinery
+import io
+import json
 import os
 import re
 import socket
@@ -39,12 +41,15 @@ RENAMED = {"--structured-outputs-config.backend": None}
 LENGTH = 20480  # of sequences; the demo's could be twice as long, which takes too long where it does not end
 LONGER = 2  # times as many tokens as theirs, and more, has a text by the demo's small vocabulary
 VOCABULARY = 4096
-DEMO = Path(__file__).parents[1] / "penstock" / "demo"
+MODEL = os.environ.get("VLLM_TESTS_MODEL", "demo")
+DEMO = Path(__file__).parents[1] / "penstock" / MODEL.replace("-", "_")
+SIZES = {"2560px": (2560, 1707), "1280px": (1280, 1280), "stop_sign": (1300, 876)}  # of images, by how names begin
+LONGEST = json.loads((DEMO / "config.json").read_text()).get("max_position_embeddings", 4096)
 READY = 90.0  # seconds
 
 
 class RemoteOpenAIServer:
-    """`penstock serve demo` under the name of the model that a test wants."""
+    """`penstock serve MODEL` under the name of the model that a test wants."""
 
     DUMMY_API_KEY = "token-abc123"
 
@@ -57,7 +62,7 @@ class RemoteOpenAIServer:
         given = {key: str(value) for key, value in (options.get("env_dict") or {}).items()}
         if "VLLM_API_KEY" in given:
             arguments += ["--api-key", given["VLLM_API_KEY"]]
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", str(self.port)]
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", MODEL, "--port", str(self.port)]
         command += ["--served-model-name", *(names or [model]), "--log-level", "warning", *arguments]
         command += ["--speculative-config", "off"]  # as vLLM, which counts steps in its tests
         command += ["--override-generation-config", '{"temperature": 0}']  # so, its answers come to an end
@@ -128,7 +133,9 @@ def _translated(given: list[str]) -> tuple[list[str], list[str]]:
             while given and not given[0].startswith("-"):
                 names.append(given.pop(0))
         elif flag == "--max-model-len":
-            kept += [flag, str(min(int(value or given.pop(0)) * LONGER, LENGTH))]
+            kept += [flag, str(min(int(value or given.pop(0)) * LONGER, LENGTH, LONGEST))]
+        elif flag == "--limit-mm-per-prompt" and MODEL == "demo-vl":
+            kept += ["--max-media-count", str(json.loads(value or given.pop(0))["image"])]
         elif flag in KEPT:
             kept.append(flag)
         elif flag in DROPPED:
@@ -197,6 +204,8 @@ def _module(name: str) -> ModuleType:
         module.download_weights_from_hf = lambda *_, **__: str(DEMO)  # type: ignore[attr-defined]
     elif name == "vllm.entrypoints.pooling.embed.protocol":
         module.EmbeddingResponse = _Answer  # type: ignore[attr-defined]
+    elif name == "vllm.multimodal.utils":
+        module.encode_image_url = _data_url  # type: ignore[attr-defined]
     elif name == "pybase64":
         return base64
     return module
@@ -235,9 +244,42 @@ sys.meta_path.append(_StandIns(last=True))  # for what is not installed
 _hub_names()
 
 
+class Assets:
+    """Of images: what is at their URLs is not in the archive, so others of their size and kind are drawn. They are sent
+    as data: URLs, since nothing is fetched from loopback."""
+
+    def get_image_asset(self, name: str) -> Any:
+        from PIL import Image
+
+        size = next((size for begins, size in SIZES.items() if name.startswith(begins)), (800, 600))
+        mode = {"Gray": "L", "RGBA": "RGBA"}.get(name[:4], "RGB")
+        image = Image.new("RGB", size, "white")
+        image.paste((220, 20, 30), (size[0] // 3, size[1] // 3, 2 * size[0] // 3, 2 * size[1] // 3))
+        return image.convert(mode)
+
+    def url_for(self, name: str) -> str:
+        return _data_url(self.get_image_asset(name), "JPEG" if name.endswith(".jpg") else "PNG")
+
+
+def _data_url(image: Any, kind: str = "PNG") -> str:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 @pytest.fixture(scope="session")
-def local_asset_server() -> None:
-    """Of images, which nothing here sees."""
+def local_asset_server() -> Assets:
+    return Assets()
+
+
+@pytest.fixture
+def image_url(request: pytest.FixtureRequest) -> str:
+    return Assets().url_for(request.param)
+
+
+@pytest.fixture
+def image_urls(request: pytest.FixtureRequest) -> list[str]:
+    return [Assets().url_for(name) for name in request.param]
 
 
 @pytest.fixture(scope="session")

@@ -268,6 +268,7 @@ class Model(msgspec.Struct):
     max_model_len: int
     modelled: dict[str, int] | None
     fingerprint: str | None
+    input_modalities: list[Literal["text", "image", "video"]]
 
 
 class Models(msgspec.Struct):

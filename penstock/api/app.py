@@ -100,7 +100,8 @@ def create_app(
 
     async def openapi(request: Request) -> Response:
         sizes = (max(getattr(f, size) for f in models.frontends) for size in SIZES)
-        found = described(*sizes, keys=keys_change or bool(api_keys))
+        sees = any(frontend.media is not None for frontend in models.frontends)
+        found = described(*sizes, keys=keys_change or bool(api_keys), sees=sees)
         return json_response(found | {"servers": [{"url": root_path}]} if root_path else found)
 
     watched = overview.stream_route(models, tenants_apart=tenants_apart)

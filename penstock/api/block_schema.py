@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.api.messages import IMAGES
 from penstock.api.schema import ROLES
 from penstock.api.tools import CHOICES, MAX_NAME_CHARS, MAX_TOOLS
 from penstock.core.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from penstock.service.media_parts import DETAILS
 
 Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}
 STRING: Schema = {"type": "string"}
+URL: Schema = {"type": "string", "format": "uri", "description": "data:, or http(s): at a host that is allowed"}
 NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 EFFORTS = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def messages_fields() -> Schema:
-    """Of Anthropic's API."""
+def messages_fields(sees: bool) -> Schema:
+    """Of Anthropic's API.
+
+    Args:
+        sees: whether the model takes images.
+    """
     text = _object(type={"const": "text"}, text=STRING)
-    texts = {"anyOf": [STRING, _list(text)]}
-    result = _object(_optional={"content": texts}, type={"const": "tool_result"}, tool_use_id=STRING)
+    encoded = _object(
+        type={"const": "base64"}, media_type={"enum": [*IMAGES]}, data={**STRING, "contentEncoding": "base64"}
+    )
+    sources = {"anyOf": [encoded, _object(type={"const": "url"}, url=URL)]}
+    seen = [_object(type={"const": "image"}, source=sources)] if sees else []
+    told_back = {"anyOf": [STRING, _list({"anyOf": [text, *seen]})]}
+    result = _object(_optional={"content": told_back}, type={"const": "tool_result"}, tool_use_id=STRING)
     thought = _object(type={"const": "thinking"}, thinking=STRING)
     call = _object(type={"const": "tool_use"}, id=STRING, name=STRING, input={"type": "object"})
-    asked = _object(role={"const": "user"}, content={"anyOf": [STRING, _list({"anyOf": [text, result]})]})
+    asked = _object(role={"const": "user"}, content={"anyOf": [STRING, _list({"anyOf": [text, result, *seen]})]})
     told = _object(role={"const": "assistant"}, content={"anyOf": [STRING, _list({"anyOf": [text, thought, call]})]})
     optional = {"type": {"enum": [None, "custom"]}, "description": {"type": ["string", "null"]}}
     tool = _object(_optional=optional, name=NAME, input_schema={"type": "object"})
@@ -49,10 +61,15 @@ def messages_fields() -> Schema:
     }
 
 
-def response_fields() -> Schema:
-    """Of OpenAI's API."""
+def response_fields(sees: bool) -> Schema:
+    """Of OpenAI's API.
+
+    Args:
+        sees: whether the model takes images.
+    """
     part = _object(type={"enum": ["input_text", "output_text", "text"]}, text=STRING)
-    content = {"anyOf": [STRING, _list(part)]}
+    image = _object(_optional={"detail": {"enum": [*DETAILS]}}, type={"const": "input_image"}, image_url=URL)
+    content = {"anyOf": [STRING, _list({"anyOf": [part, image]} if sees else part)]}
     message = _object(_optional={"type": {"const": "message"}}, role={"enum": [*ROLES]}, content=content)
     thought = _object(type={"const": "reasoning"}, content=_list(_object(text=STRING)))
     arguments = {"type": "string", "contentMediaType": "application/json"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.api.block_schema import messages_fields, response_fields
+from penstock.api.block_schema import URL, messages_fields, response_fields
 from penstock.api.chat import ChatBody
 from penstock.api.chat_batch import HARMLESS, ChatBatchBody
 from penstock.api.completions import CompletionBody
@@ -52,6 +52,7 @@ from penstock.core.sampling import (
 from penstock.core.structured_outputs import MAX_BYTES
 from penstock.core.thinking import MAX_BUDGET, MAX_TOKENS
 from penstock.service.intake import MAX_SALT_BYTES
+from penstock.service.media_parts import DETAILS
 
 Schema = dict[str, Any]
 
@@ -82,22 +83,24 @@ RANGES: dict[str, Schema] = {  # besides the types
 
 
 def body_schema(
-    model: type[Body], vocab_size: int, max_model_len: int, embedding_size: int, *, template: str
+    model: type[Body], vocab_size: int, max_model_len: int, embedding_size: int, *, template: str, sees: bool = False
 ) -> Schema:
     """The schema of a body.
 
     Args:
         vocab_size, max_model_len, embedding_size: of the model; 0 when not known yet.
         template: where the schemas that it refers to will stand.
+        sees: whether the model takes images.
     """
     schema = model.model_json_schema(ref_template=template)
     fields = schema["properties"]
     token = {"type": "integer", "minimum": 0} | ({"maximum": vocab_size - 1} if vocab_size else {})
     tokens: Schema = {"type": "array", "items": token}
     if issubclass(model, MessagesBody | ResponsesBody):
-        return _of_turn(model, schema, max_model_len)
+        return _of_turn(model, schema, max_model_len, sees)
     if "messages" in fields:
-        fields["messages"] = {"anyOf": [_messages(), NULL]} if {"prompt", "input"} & {*fields} else _messages()
+        messages = _messages(sees)
+        fields["messages"] = {"anyOf": [messages, NULL]} if {"prompt", "input"} & {*fields} else messages
     if "tools" in fields:
         fields["tools"] = _tools()
     if "tool_choice" in fields:
@@ -107,6 +110,7 @@ def body_schema(
     if issubclass(model, CompletionBody):
         fields["prompt"] = _prompts(tokens, MAX_PROMPTS)
         fields["thinking"] = {"anyOf": [_thinking(token), NULL]}
+        fields |= {name: {"anyOf": [_urls(sees), NULL]} for name in ("urls", "images")}
     if issubclass(model, ServedBody):
         _served(fields, max_model_len)
     if issubclass(model, EmbeddingBody):
@@ -129,19 +133,19 @@ def body_schema(
         given = "input" if "input" in fields else "prompt"
         schema["allOf"] = [_exactly_one(given, "messages"), _one_turn()]
     if issubclass(model, ChatBatchBody):
-        fields["messages"] = {"type": "array", "items": _messages(), "minItems": 1, "maxItems": MAX_PROMPTS}
+        fields["messages"] = {"type": "array", "items": _messages(sees), "minItems": 1, "maxItems": MAX_PROMPTS}
         fields |= {name: {"enum": [None, *values]} for name, values in HARMLESS.items()}
     return _without_unserved(model, schema)
 
 
-def _of_turn(model: type[Body], schema: Schema, max_model_len: int) -> Schema:
+def _of_turn(model: type[Body], schema: Schema, max_model_len: int, sees: bool) -> Schema:
     """Of a body that stands for a chat's."""
     fields, limit = schema["properties"], "max_tokens"
     if issubclass(model, MessagesBody):
-        fields |= messages_fields()
+        fields |= messages_fields(sees)
     else:
         limit = "max_output_tokens"
-        fields |= response_fields()
+        fields |= response_fields(sees)
         fields["structured_outputs"] = {"anyOf": [NULL, *_structures()]}
         fields["logit_bias"] = {"anyOf": [_bias(), NULL]}
         stop = _stop()
@@ -287,12 +291,19 @@ def _choice() -> Schema:
     }
 
 
-def _messages() -> Schema:
-    part = {
+def _urls(sees: bool) -> Schema:
+    urls: Schema = {"type": "array", "items": URL}
+    return urls if sees else urls | {"maxItems": 0}
+
+
+def _messages(sees: bool) -> Schema:
+    part: Schema = {
         "type": "object",
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
         "required": ["type", "text"],
     }
+    if sees:
+        part = {"anyOf": [part, *map(_media, ("image_url", "video_url"))]}
     content = [{"type": "string"}, {"type": "array", "items": part}]
     asked = {
         "type": "object",
@@ -316,6 +327,13 @@ def _messages() -> Schema:
         "required": ["role"],
     }
     return {"type": "array", "items": {"anyOf": [asked, answered]}, "minItems": 1}
+
+
+def _media(kind: str) -> Schema:
+    """A part of a message with an image or a video."""
+    detail = {"enum": [*DETAILS]}
+    url = {"type": "object", "properties": {"url": URL, "detail": detail}, "required": ["url"]}
+    return {"type": "object", "properties": {"type": {"const": kind}, kind: url}, "required": ["type", kind]}
 
 
 def _conditions(model: type[Body]) -> list[Schema]:

@@ -13,12 +13,14 @@ from starlette.types import Send
 
 from penstock.api.http import Route, UntilDisconnect, read_body
 from penstock.api.logprobs import CompletionLogprobs, prompt_logprobs
+from penstock.api.media import encode_with_urls
 from penstock.api.openai import Envelope, beside, head, timing_body, usage_body
 from penstock.api.prompts import encoded
 from penstock.api.schema import (
     AnswerDefaults,
     GenerationBody,
     Prompts,
+    Strings,
     prompts_of,
     sampling_params,
     service_level,
@@ -49,6 +51,13 @@ class CompletionBody(GenerationBody):
     )
     add_special_tokens: bool = True
     thinking: dict[str, Any] | None = None
+    urls: Strings | None = None
+    images: Strings | None = None
+
+    @property
+    def pictures(self) -> tuple[str, list[str]] | None:
+        """Where URLs of images came, and these, as RTP-LLM has them under either name; None without any."""
+        return ("urls", self.urls) if self.urls else ("images", self.images) if self.images else None
 
     @property
     def only_echoes(self) -> bool:
@@ -67,6 +76,15 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
+        if self.urls and self.images:
+            raise InvalidRequest("images: given, allowed only without urls, which says the same", "images")
+        if (pictures := self.pictures) is not None:
+            field = pictures[0]
+            if not isinstance(self.prompt, str):
+                raise InvalidRequest(f"{field}: given, allowed only with a prompt that is one text", field)
+            if self.truncate_prompt_tokens is not None:
+                name = "truncate_prompt_tokens"
+                raise InvalidRequest(f"{name}: {self.truncate_prompt_tokens}, allowed only without images", name)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "max_tokens: 0, allowed is a whole number at least 1, or 0 with echo: true", "max_tokens"
@@ -105,7 +123,12 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
         await check_grammar(frontend, params, body.named)
     max_model_len = longest_whole(params, frontend.max_model_len)
     given = prompts_of(body.prompt, frontend.vocab_size, max_model_len)
-    whole = await encoded(frontend, given, body.add_special_tokens, max_model_len)
+    seen: dict[str, Any] = {}
+    if (pictures := body.pictures) is not None:
+        prompt = await encode_with_urls(frontend, str(body.prompt), pictures[1], pictures[0], frontend.max_model_len)
+        whole, seen = [prompt.tokens], {"media": prompt.media, "pixels": prompt.pixels}
+    else:
+        whole = await encoded(frontend, given, body.add_special_tokens, max_model_len)
     prompts = [list(truncated(prompt, params, frontend.max_model_len)) for prompt in whole]
     check_room(max(map(len, prompts)), body.asked_tokens, frontend.max_model_len)
     check_named(prompts, params, frontend.max_model_len, frontend.vocab_size)
@@ -122,6 +145,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
         arrival=arrival,
         cache_salt=body.prefix_salt,
         prompts_only=body.only_echoes,
+        **seen,
     ) as generation:
         shape = CompletionShape(frontend, body, params, model, request_id, prompts, echoes)
         if body.stream:

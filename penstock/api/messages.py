@@ -14,7 +14,7 @@ from starlette.responses import Response
 from penstock.api.chat import ChatBody, Turn, answer, prompt_of
 from penstock.api.errors import error_row
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
-from penstock.api.media import MediaBlock, joined
+from penstock.api.media import joined
 from penstock.api.message import Fields
 from penstock.api.schema import SHORT, Body, Int32, Messages, Strings, service_level, whole_number
 from penstock.api.sse import encode
@@ -22,6 +22,7 @@ from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.service.generation import Usage
+from penstock.service.media_parts import MediaBlock
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
@@ -169,17 +170,40 @@ def _of_user(blocks: list[Block], where: str) -> Iterator[Fields]:
         if kind == "text":
             parts.append({"type": "text", "text": _string(block, "text", at)})
         elif kind == "image":
-            parts.append(MediaBlock(_source(block.get("source"), f"{at}.source"), f"content[{j}].source"))
+            parts.append(_image(block, at, f"content[{j}]"))
         elif kind == "tool_result":
             if parts:
                 yield {"role": "user", "content": joined(parts)}
                 parts = []
-            content = _text(block.get("content") or "", f"{at}.content")
-            yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content}
+            told = _told(block.get("content") or "", f"{at}.content", f"content[{j}].content")
+            yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": told}
         else:
             raise _unknown(at, kind, "'text', 'image' and 'tool_result'")
     if parts or not blocks:
         yield {"role": "user", "content": joined(parts)}
+
+
+def _image(block: Block, where: str, place: str) -> MediaBlock:
+    return MediaBlock(_source(block.get("source"), f"{where}.source"), f"{place}.source")
+
+
+def _told(content: str | list[Block], where: str, place: str) -> str | list[Block]:
+    """What a tool has answered, which may have images in it.
+
+    Args:
+        place: where it is in its message.
+    """
+    if not isinstance(content, list) or all(_kind(block, where) != "image" for block in content):
+        return _text(content, where)
+    parts: list[Block] = []
+    for j, block in enumerate(content):
+        if (kind := _kind(block, f"{where}[{j}]")) == "image":
+            parts.append(_image(block, f"{where}[{j}]", f"{place}[{j}]"))
+        elif kind == "text":
+            parts.append({"type": "text", "text": _string(block, "text", f"{where}[{j}]")})
+        else:
+            raise _unknown(f"{where}[{j}]", kind, "'text' and 'image'")
+    return parts
 
 
 def _source(given: Any, where: str) -> str:

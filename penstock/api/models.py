@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.http import Route, json_response
+from penstock.core.request import MediaKind
 from penstock.service.frontend import check_any
 
 if TYPE_CHECKING:
@@ -40,4 +41,12 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
         "max_model_len": frontend.max_model_len,
         "modelled": frontend.modelled,
         "fingerprint": frontend.fingerprint,
+        "input_modalities": _modalities(frontend),
     }
+
+
+def _modalities(frontend: Frontend) -> list[str]:
+    """What prompts may have in them."""
+    loader = frontend.media
+    kinds: tuple[MediaKind, ...] = ("image", "video")
+    return ["text", *(kind for kind in kinds if loader is not None and loader.processor.token_of(kind) is not None)]

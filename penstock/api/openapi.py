@@ -72,11 +72,13 @@ def document(
     embedding_size: int = 0,
     *,
     keys: bool = False,
+    sees: bool = False,
 ) -> dict[str, Any]:
     """The OpenAPI document of these routes.
 
     Args:
         keys: whether requests must bear an API key.
+        sees: whether a model takes images.
         vocab_size, max_model_len, embedding_size: of the model; 0 when not known yet.
     """
     answered, named = answers.schemas(TEMPLATE)
@@ -96,7 +98,7 @@ def document(
             operation["parameters"] = [{"name": name} | text for name in route.param_convertors]
         if route.body is not None:
             sizes = vocab_size, max_model_len, embedding_size
-            schema = body_schema(route.body, *sizes, template="#/components/schemas/{model}")
+            schema = body_schema(route.body, *sizes, template="#/components/schemas/{model}", sees=sees)
             schemas |= schema.pop("$defs", {})
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         if route.form is not None:

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp
 from penstock.api.background import Background
 from penstock.api.chat import ChatBody, Turn, answer
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
-from penstock.api.media import MediaBlock
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape, flat_name
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import SHORT, Body, Int32, Strings, service_level, whole_number
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
+from penstock.service.media_parts import MediaBlock
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend, Models
@@ -255,8 +255,8 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
                 continue
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         elif kind == "function_call_output":
-            content = _text(item.get("output"), f"{where}.output")
-            message = {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}
+            told = _content(item.get("output"), f"{where}.output", "output")
+            message = {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": told}
         else:
             allowed = "'message', 'reasoning', 'function_call' and 'function_call_output'"
             raise UnsupportedField(f"{where}.type: {SHORT.repr(kind)} is not supported, allowed are {allowed}", where)
@@ -267,12 +267,16 @@ def messages_of(given: str | list[Item]) -> tuple[list[Fields], list[int]]:
     return made, places
 
 
-def _content(content: Any, where: str) -> str | list[Item]:
-    """A message's, which may have images in it."""
+def _content(content: Any, where: str, field: str = "content") -> str | list[Item]:
+    """A message's, or what a function has answered, which may have images in it.
+
+    Args:
+        field: its name in the item.
+    """
     if not isinstance(content, list) or not any(_is_image(part) for part in content):
         return _text(content, where)
     return [
-        MediaBlock(_image(part, f"{where}[{j}]"), f"content[{j}].image_url")
+        MediaBlock(_image(part, f"{where}[{j}]"), f"{field}[{j}].image_url")
         if _is_image(part)
         else {"type": "text", "text": _text([part], where)}
         for j, part in enumerate(content)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.http import MODEL, Route, json_response, read_body
+from penstock.api.media import encode_with_media
 from penstock.api.schema import Body, Messages, TokenIds, check_messages, check_token_ids, check_turn
 from penstock.api.tools import tool_use
 from penstock.core.errors import InvalidRequest, PromptTooLong
@@ -94,8 +95,10 @@ async def _encoded(frontend: Frontend, body: TokenizeBody) -> list[int]:
         if body.messages is None:
             assert body.prompt is not None  # the schema has seen to it
             return await frontend.encode(body.prompt, body.add_special_tokens is not False, most + 1)
-        return await frontend.encode_chat(
+        prompt = await encode_with_media(
+            frontend,
             body.messages,
+            most + 1,
             size=body.size,
             add_special_tokens=bool(body.add_special_tokens),
             add_generation_prompt=body.opens_turn,
@@ -104,6 +107,7 @@ async def _encoded(frontend: Frontend, body: TokenizeBody) -> list[int]:
             template_kwargs=body.chat_template_kwargs,
             max_model_len=most + 1,
         )
+        return prompt.tokens
     except PromptTooLong:
         field = "prompt" if body.messages is None else "messages"
         raise InvalidRequest(f"{field}: more than {most} tokens, at most so many are counted at once", field) from None

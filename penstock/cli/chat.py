@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import mimetypes
 import os
 import select
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -21,7 +24,8 @@ from penstock.core.errors import ConfigError, PenstockError, Unavailable, UserEr
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 10.0  # to connect, and for anything but an answer
 
-HELP = """/reset         forget the conversation
+HELP = """/image FILE    send this file, or what is at this URL, with the next message; several times for several
+/reset         forget the conversation
 /system TEXT   start over with this system message; without TEXT, with none
 /help          this
 /quit          leave; so does Ctrl-D. Ctrl-C stops an answer"""
@@ -193,13 +197,16 @@ class Chat:
     model: str
     system: str | None
     options: dict[str, Any]
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # URLs, for the next message
 
     def ask(self, prompt: str) -> Generator[Piece, None, None]:
         """The answer as it comes. Its text is remembered, even when the caller stops it half way; a prompt without any
         text of an answer is forgotten."""
         head = [{"role": "system", "content": self.system}] if self.system else []
-        turn = {"role": "user", "content": prompt}
+        seen = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        self.images.clear()
+        turn = {"role": "user", "content": [*seen, {"type": "text", "text": prompt}] if seen else prompt}
         body = {
             "model": self.model,
             "messages": [*head, *self.turns, turn],
@@ -219,6 +226,7 @@ class Chat:
 
     def reset(self, system: str | None) -> None:
         self.turns.clear()
+        self.images.clear()
         self.system = system
 
 
@@ -233,7 +241,22 @@ def _command(chat: Chat, line: str) -> str | None:
     if name == "/system":
         chat.reset(text.strip() or None)
         return f"system message: {chat.system or 'none'}"
+    if name == "/image":
+        return _attach(chat, text.strip())
     return HELP if name == "/help" else f"{name} is no command\n{HELP}"
+
+
+def _attach(chat: Chat, name: str) -> str:
+    if urlsplit(name).scheme in ("http", "https", "data"):
+        chat.images.append(name)
+        return "sent with the next message"
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except (OSError, ValueError) as error:
+        return f"/image {name}: cannot be read ({getattr(error, 'strerror', None) or error})"
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    chat.images.append(f"data:{kind};base64,{b64encode(data).decode()}")
+    return f"{name} is sent with the next message"
 
 
 def _answer_lines(chat: Chat) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from penstock.core.device import DeviceModel, ModelShape
 from penstock.core.errors import ConfigError
 from penstock.sched.steptime import DEVICES, GEOMETRIES, read_shape
-from penstock.service.checkpoint import DEMO
+from penstock.service.checkpoint import BUNDLED
 
 if TYPE_CHECKING:
     import torch
@@ -68,18 +68,18 @@ def load_factors(name: str, shape: ModelShape) -> Mapping[str, float]:
 def load_geometry(name: str) -> ModelShape:
     """
     Args:
-        name: in `sched.steptime.GEOMETRIES`, "demo", or a Hugging Face folder.
+        name: in `sched.steptime.GEOMETRIES`, "demo", "demo-vl", or a Hugging Face folder.
 
     Raises:
         ConfigError: neither, or a config.json that describes no decoder.
     """
     if name in GEOMETRIES:
         return GEOMETRIES[name]
-    folder = DEMO if name == "demo" else Path(name)
+    folder = BUNDLED.get(name) or Path(name)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        allowed = f"allowed are {', '.join(GEOMETRIES)}, demo, or a folder with a config.json"
+        allowed = f"allowed are {', '.join(GEOMETRIES)}, {', '.join(BUNDLED)}, or a folder with a config.json"
         raise ConfigError(f"geometry: {name!r}, {allowed}", "geometry") from None
     except ValueError as error:
         raise ConfigError(f"geometry: {folder / 'config.json'} is no JSON ({error})", "geometry") from None

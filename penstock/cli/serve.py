@@ -352,7 +352,9 @@ OPTIONS = (*SERVER_OPTIONS, FLIGHT_RECORDER, *ENGINE_OPTIONS)
 def add_parser(commands: Any) -> None:
     usage = "penstock serve [-h] [--config FILE] [FLAGS] [model]"
     parser = commands.add_parser("serve", help="serve a model over HTTP", usage=usage, allow_abbrev=False)
-    parser.add_argument("model", nargs="?", default="demo", help="a Hugging Face folder, a hub name, or demo (default)")
+    parser.add_argument(
+        "model", nargs="?", default="demo", help="a Hugging Face folder, a hub name, demo (default), or demo-vl"
+    )
     add_options(parser, grouped(OPTIONS))
     parser.set_defaults(run=run)
 

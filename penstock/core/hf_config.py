@@ -46,6 +46,7 @@ MOST = {
     "spatial_merge_size": 1 << 5,
     "temporal_patch_size": 1 << 5,
     "window_size": 1 << 16,
+    "image_size": 1 << 13,
 }
 
 

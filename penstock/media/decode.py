@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.request import MediaKind
 from penstock.media.limits import MediaLimits
-from penstock.media.processor import Made, Processor, Refused
+from penstock.media.processor import AnyProcessor, Made, Refused
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -20,14 +20,18 @@ MOST_PACKETS = 1 << 16  # of a video
 NEEDS = "needs the package {}, which this server does not have"
 
 
-def make(kind: MediaKind, data: bytes, processor: Processor, limits: MediaLimits) -> Made:
-    """What a model takes of a file. Raises Refused."""
+def make(kind: MediaKind, data: bytes, processor: AnyProcessor, limits: MediaLimits, *, alone: bool = True) -> Made:
+    """What a model takes of a file. Raises Refused.
+
+    Args:
+        alone: whether a request has no other image.
+    """
     if not data:
         raise Refused("is empty")
-    return _image(data, processor, limits) if kind == "image" else _video(data, processor, limits)
+    return _image(data, processor, limits, alone) if kind == "image" else _video(data, processor, limits)
 
 
-def _image(data: bytes, processor: Processor, limits: MediaLimits) -> Made:
+def _image(data: bytes, processor: AnyProcessor, limits: MediaLimits, alone: bool) -> Made:
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -41,7 +45,7 @@ def _image(data: bytes, processor: Processor, limits: MediaLimits) -> Made:
         raise _broken(error) from None
     _check_pixels(image.width * image.height, f"{image.width} x {image.height}", limits)
     try:
-        if getattr(image, "n_frames", 1) > 1:
+        if getattr(image, "is_animated", False):  # which does not count all frames
             raise Refused("is animated, allowed are images of one frame")
         image.load()
         upright = ImageOps.exif_transpose(image).convert("RGB")
@@ -49,7 +53,7 @@ def _image(data: bytes, processor: Processor, limits: MediaLimits) -> Made:
         raise
     except Exception as error:
         raise _broken(error) from None
-    return _made("image", [upright], 1.0, processor)
+    return _made("image", [upright], 1.0, processor, alone)
 
 
 def _check_pixels(pixels: int, what: str, limits: MediaLimits) -> None:
@@ -59,7 +63,7 @@ def _check_pixels(pixels: int, what: str, limits: MediaLimits) -> None:
         raise Refused("has no pixels")
 
 
-def _video(data: bytes, processor: Processor, limits: MediaLimits) -> Made:
+def _video(data: bytes, processor: AnyProcessor, limits: MediaLimits) -> Made:
     try:
         import av
     except ImportError:
@@ -123,17 +127,16 @@ def _frames(container: Any, stream: Any, wanted: list[int], pixels: int) -> list
     return frames
 
 
-def _made(kind: MediaKind, images: list[Image.Image], interval: float, processor: Processor) -> Made:
-    from PIL import Image
-
+def _made(
+    kind: MediaKind, images: list[Image.Image], interval: float, processor: AnyProcessor, alone: bool = True
+) -> Made:
     source = images[0].height, images[0].width
-    height, width = processor.size(kind, *source)
-    pixels = b"".join(image.resize((width, height), Image.Resampling.BICUBIC).tobytes() for image in images)
-    shape = (len(images), height, width)
-    grid = processor.grid(*shape)
+    drawn = processor.drawn(kind, images, alone=alone)
+    pixels = b"".join(frame.tobytes() for frame in drawn.frames)
+    shape, grid = (len(drawn.frames), drawn.frames[0].height, drawn.frames[0].width), drawn.grid
     digest = blake2b(repr((kind, shape, grid, interval, processor.settings)).encode(), digest_size=16)
     digest.update(pixels)
-    return Made(kind, grid[0] * grid[1] * grid[2], digest.digest(), grid, interval, shape, source, pixels)
+    return Made(kind, drawn.length, digest.digest(), grid, interval, shape, source, pixels)
 
 
 def _broken(error: Exception) -> Refused:

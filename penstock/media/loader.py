@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from penstock.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from penstock.core.request import MediaKind, MediaSpan
 from penstock.media.limits import MediaLimits
-from penstock.media.processor import Made, Processor, Refused
+from penstock.media.processor import AnyProcessor, Made, Refused
 from penstock.media.sources import fetch, read_data
 from penstock.media.workers import Worker
 
@@ -25,11 +25,13 @@ class MediaPart:
     """
     Attributes:
         field: where it came.
+        data: the file itself, where there is no URL.
     """
 
     kind: MediaKind
     url: str
     field: str
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,15 @@ def _is_data(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
+def _refusal(part: MediaPart, why: Refused) -> InvalidRequest:
+    what = "the image" if part.kind == "image" else "the video"
+    return InvalidRequest(f"{part.field}: {what} {why}", part.field)
+
+
 class MediaLoader:
     """For one event loop; all that takes time is done elsewhere."""
 
-    def __init__(self, processor: Processor, limits: MediaLimits) -> None:
+    def __init__(self, processor: AnyProcessor, limits: MediaLimits) -> None:
         self.processor, self.limits = processor, limits
         self._waiting = 0
         self._fetchers = ThreadPoolExecutor(FETCHES, "media-fetch")
@@ -75,7 +82,8 @@ class MediaLoader:
             raise Overloaded(f"the queue is full: {problem}", retry_after=1.0)
         self._waiting += share
         try:
-            loading = [asyncio.ensure_future(self._one(part)) for part in parts]
+            alone = sum(part.kind == "image" for part in parts) == 1
+            loading = [asyncio.ensure_future(self._one(part, alone)) for part in parts]
             try:
                 return await asyncio.gather(*loading)
             finally:
@@ -84,22 +92,35 @@ class MediaLoader:
         finally:
             self._waiting -= share
 
-    async def _one(self, part: MediaPart) -> Made:
+    async def _one(self, part: MediaPart, alone: bool) -> Made:
         loop = asyncio.get_running_loop()
         try:
-            if _is_data(part.url):
-                data = await loop.run_in_executor(self._fetchers, read_data, part.url, self.limits)
-            else:
-                data = await loop.run_in_executor(self._fetchers, fetch, part.url, self.limits)
-            return await loop.run_in_executor(self._threads, self._make, part.kind, data)
+            data = await loop.run_in_executor(self._fetchers, self._read, part)
+            return await loop.run_in_executor(self._threads, self._make, part.kind, data, alone)
         except Refused as why:
-            what = "the image" if part.kind == "image" else "the video"
-            raise InvalidRequest(f"{part.field}: {what} {why}", part.field) from None
+            raise _refusal(part, why) from None
 
-    def _make(self, kind: MediaKind, data: bytes) -> Made:
+    def load_here(self, parts: Sequence[MediaPart]) -> list[Made]:
+        """One after the other, for a caller who has no event loop and sets no bounds for himself. Raises
+        InvalidRequest."""
+        alone = sum(part.kind == "image" for part in parts) == 1
+        made = []
+        for part in parts:
+            try:
+                made.append(self._make(part.kind, self._read(part), alone))
+            except Refused as why:
+                raise _refusal(part, why) from None
+        return made
+
+    def _read(self, part: MediaPart) -> bytes:
+        if part.data is not None:
+            return part.data
+        return read_data(part.url, self.limits) if _is_data(part.url) else fetch(part.url, self.limits)
+
+    def _make(self, kind: MediaKind, data: bytes, alone: bool) -> Made:
         worker = self._idle.get()
         try:
-            return worker.make(kind, data, self.processor, self.limits)
+            return worker.make(kind, data, self.processor, self.limits, alone=alone)
         finally:
             self._idle.put(worker)
 
@@ -109,11 +130,12 @@ class MediaLoader:
         for worker in self._all:
             worker.close()
 
-    def placed(self, tokens: Sequence[int], made: Sequence[Made], most: int) -> Prompt:
+    def placed(self, tokens: Sequence[int], made: Sequence[Made], most: int, field: str = "messages") -> Prompt:
         """A prompt in which as many tokens stand for each image as it has, where the chat template wrote one.
 
         Args:
             most: tokens of a sequence.
+            field: where the prompt came.
 
         Raises:
             InvalidRequest: the template has not written one for each, or the text has some of its own.
@@ -125,9 +147,9 @@ class MediaLoader:
         found = [(place, kinds[token]) for place, token in enumerate(tokens) if token in kinds]
         if [kind for _, kind in found] != [one.kind for one in made]:
             raise InvalidRequest(
-                f"messages: the prompt has {len(found)} places for images and videos, the request brings {len(made)}; "
+                f"{field}: the prompt has {len(found)} places for images and videos, the request brings {len(made)}; "
                 "allowed is one for each, in the same order, and no text that reads as one",
-                "messages",
+                field,
             )
         total = len(tokens) - len(made) + sum(one.length for one in made)
         if total >= most:

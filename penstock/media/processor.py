@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import image_settings
 from penstock.core.request import MediaKind
+from penstock.core.tiles import Tiling, checked_sizes, read_tiling
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MOST_ASPECT = 200  # of a side to the other
+BICUBIC = 3  # as Pillow counts filters
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's images
+FRAMES = 32  # that LLaVA-OneVision takes of a video
 
 
 class Refused(Exception):
@@ -43,11 +51,26 @@ class Made(msgspec.Struct, frozen=True):
     pixels: bytes
 
 
-class Processor(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """
+    Attributes:
+        frames: all of one size, as the model takes them.
+        grid: see `MediaSpan`.
+        length: tokens.
+    """
+
+    frames: list[Image.Image]
+    grid: tuple[int, int, int]
+    length: int
+
+
+class Processor(msgspec.Struct, frozen=True, kw_only=True, tag="squares"):
     """Of Qwen2.5-VL: images of any size, in whole squares of patches (`smart_resize` of its own code).
 
     Attributes:
         image_token, video_token: that a chat template writes for one.
+        around: tokens that it writes before and behind an image's.
         factor: side of the square of a token, in pixels.
         frames: of a video that a token has.
         least, most: pixels of a resized image; `least_video`, `most_video`: of a frame of a video.
@@ -69,6 +92,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
     most_frames: int
     per_second: float
     settings: str
+    around: tuple[int, ...] = ()
 
     def token_of(self, kind: MediaKind) -> int | None:
         return self.image_token if kind == "image" else self.video_token
@@ -76,7 +100,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
     def size(self, kind: MediaKind, height: int, width: int) -> tuple[int, int]:
         """Height and width of what is made of an image, or of a frame. Raises Refused."""
         if max(height, width) > MOST_ASPECT * min(height, width):
-            raise Refused(f"is {width} x {height}, at most {MOST_ASPECT} times as long as wide is allowed")
+            raise _too_narrow(height, width)
         least, most = (self.least, self.most) if kind == "image" else (self.least_video, self.most_video)
         rows, columns = round(height / self.factor), round(width / self.factor)
         if rows * columns * self.factor**2 > most:
@@ -86,6 +110,17 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
             grow = math.sqrt(least / (height * width))
             rows, columns = (math.ceil(side * grow / self.factor) for side in (height, width))
         return rows * self.factor, columns * self.factor
+
+    def drawn(self, kind: MediaKind, images: list[Image.Image], *, alone: bool) -> Drawn:
+        """What is made of an image, or of a video's frames. Raises Refused.
+
+        Args:
+            alone: whether a request has no other image.
+        """
+        height, width = self.size(kind, images[0].height, images[0].width)
+        grid = self.grid(len(images), height, width)
+        frames = [image.resize((width, height), BICUBIC) for image in images]
+        return Drawn(frames, grid, grid[0] * grid[1] * grid[2])
 
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Of the tokens of what is resized."""
@@ -108,7 +143,71 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
         return self.per_second * self.frames / (taken / total * fps)
 
 
-def read_processor(directory: Path) -> Processor | None:
+class TilingProcessor(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
+    """Of LLaVA-OneVision: tiles of one size. An image that is alone is taken twice: as one tile, and in several; of
+    several images each is one tile, and so is each frame of a video.
+
+    Attributes:
+        background: colour of what makes one of several images a square.
+        most_frames: of a video.
+        image_token, video_token, settings, around: as `Processor` has them.
+    """
+
+    image_token: int
+    video_token: int | None
+    tiling: Tiling
+    background: tuple[int, int, int]
+    most_frames: int
+    settings: str
+    around: tuple[int, ...] = ()
+
+    def token_of(self, kind: MediaKind) -> int | None:
+        return self.image_token if kind == "image" else self.video_token
+
+    def drawn(self, kind: MediaKind, images: list[Image.Image], *, alone: bool) -> Drawn:
+        """As of `Processor`."""
+        from PIL import Image
+
+        side, first = self.tiling.side, images[0]
+        if kind == "video":
+            length = len(images) * self.tiling.per_frame + 1
+            return Drawn([image.resize((side, side), BICUBIC) for image in images], (1, 1, length), length)
+        if max(first.size) > MOST_ASPECT * min(first.size):
+            raise _too_narrow(first.height, first.width)
+        if not alone:
+            longer = max(first.size)
+            square = Image.new("RGB", (longer, longer), self.background)
+            square.paste(first, ((longer - first.width) // 2, (longer - first.height) // 2))
+            length = self.tiling.per_tile + 1
+            return Drawn([square.resize((side, side), BICUBIC)], (1, 1, length), length)
+        source = first.height, first.width
+        (height, width), fitted = self.tiling.size(source), self.tiling.fitted(source)
+        whole = Image.new("RGB", (width, height))
+        inner = first.resize((fitted[1], fitted[0]), BICUBIC)
+        whole.paste(inner, ((width - fitted[1]) // 2, (height - fitted[0]) // 2))
+        corners = [(left, top) for top in range(0, height, side) for left in range(0, width, side)]
+        tiles = [whole.crop((left, top, left + side, top + side)) for left, top in corners]
+        length = self.tiling.tokens(source)
+        return Drawn([first.resize((side, side), BICUBIC), *tiles], (1, 1, length), length)
+
+    def taken(self, total: int, fps: float, most: int) -> list[int]:
+        """As of `Processor`; the first frame and the last are among them."""
+        count = max(1, min(self.most_frames, most, total))
+        return [int(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+
+    def interval(self, total: int, taken: int, fps: float) -> float:
+        """Its positions know of no time."""
+        return 1.0
+
+
+AnyProcessor = Processor | TilingProcessor
+
+
+def _too_narrow(height: int, width: int) -> Refused:
+    return Refused(f"is {width} x {height}, at most {MOST_ASPECT} times as long as wide is allowed")
+
+
+def read_processor(directory: Path) -> AnyProcessor | None:
     """What a checkpoint's model sees; None where it sees nothing. Raises ConfigError."""
     config = _read(directory / "config.json")
     kind = config.get("model_type")
@@ -150,10 +249,37 @@ def _qwen(config: Mapping[str, Any], directory: Path) -> Processor:
         most_frames=int(video.get("max_frames") or 768),
         per_second=float(vision.get("tokens_per_second") or 4),
         settings=json.dumps([image.get("image_mean"), image.get("image_std")]),
+        around=tuple(
+            int(config[name])
+            for name in ("vision_start_token_id", "vision_end_token_id")
+            if config.get(name) is not None
+        ),
     )
 
 
-PROCESSORS = {"qwen2_5_vl": _qwen}
+def _llava(config: Mapping[str, Any], directory: Path) -> TilingProcessor:
+    whole, plain = _read(directory / "processor_config.json"), _read(directory / "preprocessor_config.json")
+    image, tiling = image_settings(whole, plain), read_tiling(config)
+    size, pinpoints = image.get("size") or {}, image.get("image_grid_pinpoints")
+    sides = {int(size.get(name) or tiling.side) for name in ("height", "width", "shortest_edge")}
+    if sides != {tiling.side} or (pinpoints and checked_sizes(pinpoints, tiling.side) != tiling.sizes):
+        raise ConfigError(f"{directory}: preprocessor_config.json has other sizes of images than config.json", "model")
+    mean = [float(value) for value in image.get("image_mean") or MEAN]
+    red, green, blue = (int(value * 255) for value in mean)
+    return TilingProcessor(
+        image_token=int(config.get("image_token_index") or config.get("image_token_id") or 151646),
+        video_token=int(config.get("video_token_index") or config.get("video_token_id") or 151647),
+        tiling=tiling,
+        background=(red, green, blue),
+        most_frames=FRAMES,
+        settings=json.dumps([mean, image.get("image_std")]),
+    )
+
+
+PROCESSORS: dict[str, Callable[[Mapping[str, Any], Path], AnyProcessor]] = {
+    "llava_onevision": _llava,
+    "qwen2_5_vl": _qwen,
+}
 
 
 def _read(path: Path) -> dict[str, Any]:

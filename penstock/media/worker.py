@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.core.request import MediaKind
 from penstock.media.limits import MediaLimits
-from penstock.media.processor import Made, Processor, Refused
+from penstock.media.processor import AnyProcessor, Made, Refused
 
 MEMORY = 3 << 30  # bytes of address space
 
@@ -20,8 +20,9 @@ MEMORY = 3 << 30  # bytes of address space
 class Task(msgspec.Struct, frozen=True):
     kind: MediaKind
     data: bytes
-    processor: Processor
+    processor: AnyProcessor
     limits: MediaLimits
+    alone: bool
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ def main() -> int:
     while (body := read(source)) is not None:
         task = decode(body)
         try:
-            answer = Answer(make(task.kind, task.data, task.processor, task.limits))
+            answer = Answer(make(task.kind, task.data, task.processor, task.limits, alone=task.alone))
         except Refused as why:
             answer = Answer(None, str(why))
         except MemoryError:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.core.request import MediaKind
 from penstock.media.limits import MediaLimits
-from penstock.media.processor import Made, Processor, Refused
+from penstock.media.processor import AnyProcessor, Made, Refused
 from penstock.media.worker import Answer, Task, read, write
 
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Answer).decode
@@ -26,8 +26,10 @@ class Worker:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
 
-    def make(self, kind: MediaKind, data: bytes, processor: Processor, limits: MediaLimits) -> Made:
-        """Raises Refused."""
+    def make(
+        self, kind: MediaKind, data: bytes, processor: AnyProcessor, limits: MediaLimits, *, alone: bool = True
+    ) -> Made:
+        """As `decode.make`. Raises Refused."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = subprocess.Popen(
@@ -45,7 +47,7 @@ class Worker:
         timer.daemon = True
         timer.start()
         try:
-            write(process.stdin, _encode(Task(kind, data, processor, limits)))
+            write(process.stdin, _encode(Task(kind, data, processor, limits, alone)))
             body = read(process.stdout)
         except OSError:
             body = None

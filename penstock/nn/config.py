@@ -11,6 +11,7 @@ import torch
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import count, number
 from penstock.core.layout import KVGroup, attention_groups, latent_group
+from penstock.core.tiles import Tiling
 
 THETA = (1.0, 1e15)
 POSITIVE, FROM_ZERO = (1e-6, 1e6), (0.0, 1e6)
@@ -124,6 +125,7 @@ class VisionConfig:
             0 is all.
         whole_layers: in which all patches of a frame see each other.
         mean, std: of a colour's values from 0 to 1, that are taken off and divided by.
+        tiling: how images become tiles, where all that it sees is of one size.
     """
 
     hidden_size: int
@@ -140,6 +142,7 @@ class VisionConfig:
     whole_layers: frozenset[int] = frozenset()
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
+    tiling: Tiling | None = None
 
     @property
     def head_dim(self) -> int:

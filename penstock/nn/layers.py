@@ -22,19 +22,33 @@ from penstock.nn.streams import Steps, run
 Rotations = Sequence[tuple[Tensor, Tensor]]  # cos and sin of a step's rows, [rows, dim / 2]
 
 
-class RMSNorm(nn.Module):
+class Values(nn.Module):
+    """Weights that are as a checkpoint has them, and that no rank has a part of.
+
+    Args:
+        shapes: by their names.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape), requires_grad=False))
+
+    def tensors(self, part: int | None = None) -> dict[str, Expected]:
+        return {name: Expected(tuple(values.shape)) for name, values in self.named_parameters()}
+
+    def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
+        self.get_parameter(name)[first : first + len(tensor)] = tensor
+
+
+class RMSNorm(Values):
     """Its weight is as `ops.rms_norm` has it."""
 
     def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        super().__init__(weight=(width,))
         self.eps = eps
-
-    def tensors(self, part: int | None = None) -> dict[str, Expected]:
-        return {"weight": Expected((len(self.weight),))}
-
-    def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
-        self.weight[first : first + len(tensor)] = tensor
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
@@ -44,7 +58,7 @@ class RMSNorm(nn.Module):
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
-Part = Linear | RMSNorm  # what has weights of a checkpoint
+Part = Linear | Values  # what has weights of a checkpoint
 Norm = type[RMSNorm]  # which is made of a width and an epsilon
 
 

@@ -58,17 +58,25 @@ log = logging.getLogger("penstock.loader")
 IDENTITY_BYTES = 4096  # of every tensor
 # derived values that older checkpoints carry, and scales of a KV cache, which has its own here
 IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+UNSEEN = ("visual.post_layernorm.", "visual.head.")  # of a SigLIP, behind the layer of which LLaVA takes what it sees
 DRAFT = "draft_head."  # how names of its parts begin here
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own in layers that predict further
 BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-TOWER = re.compile(r"visual\.blocks\.(\d{1,6})\.")
+TOWER = re.compile(r"visual\.(?:blocks|encoder\.layers)\.(\d{1,6})\.")
 # how names begin in checkpoints of models that see, as different versions of transformers save them
 RENAMED = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.visual.", "visual."),
+    *(
+        (f"{begins}{tower}", "visual.")
+        for begins in ("model.", "")
+        for tower in ("vision_tower.vision_model.", "vision_tower.")
+    ),
+    *((f"{begins}multi_modal_projector.", "visual.projector.") for begins in ("model.", "")),
+    *((f"{begins}image_newline", "visual.newline.weight") for begins in ("model.", "")),
 )
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HEAD = "lm_head.weight"
@@ -574,7 +582,12 @@ def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
     missing = {name for name, place in wanted.items() if place.expected.needed}
     for tensor in stored(directory):
         path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
-        if name.endswith(IGNORED) or _is_elsewhere(name, model) or _is_left_out(name, model.config):
+        if (
+            name.endswith(IGNORED)
+            or name.startswith(UNSEEN)
+            or _is_elsewhere(name, model)
+            or _is_left_out(name, model.config)
+        ):
             continue
         if name == HEAD and model.lm_head is None:
             expected = model.head.tensors()["weight"]

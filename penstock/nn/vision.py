@@ -14,6 +14,7 @@ from torch.nn import functional
 from penstock.nn import ops
 from penstock.nn.config import VisionConfig
 from penstock.nn.formats.base import Expected
+from penstock.nn.layers import Values
 from penstock.nn.linear import WHOLE, ColumnLinear, Linear, RowLinear, Shard
 
 Segments = Sequence[Tensor]  # [segments, rows] int64 each: rows that see each other, segments of one length together
@@ -35,6 +36,29 @@ class PatchEmbedding(Linear):
 
     def load(self, name: str, tensor: Tensor, part: int | None = None, first: int = 0) -> None:
         super().load(name, tensor if name == "bias" else tensor.flatten(1), part, first)
+
+
+class LayerNorm(Values):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(weight=(width,), bias=(width,))
+        self.eps = eps
+        self.bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+class MLP(nn.Module):
+    """Two projections, and between them GELU, by its tanh, without a gate."""
+
+    def __init__(self, config: VisionConfig, shard: Shard = WHOLE) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.up_proj = ColumnLinear(width, (inner,), True, shard)
+        self.down_proj = RowLinear(inner, (width,), True, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.gelu(self.up_proj(x), approximate="tanh"))
 
 
 class VisionAttention(nn.Module):

@@ -14,6 +14,7 @@ from penstock.core.hf_config import text_config
 from penstock.core.sampling import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
+BUNDLED = {"demo": DEMO, "demo-vl": DEMO.with_name("demo_vl")}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_DOUBLES = ["consolidated*"]  # the same weights in another layout
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # never pickles, never code
@@ -30,20 +31,20 @@ SAMPLING = {
 
 
 def find_checkpoint(name: str) -> Path:
-    """The folder of a model's files: of the bundled one for "demo", of itself, or fetched for ORGANISATION/NAME.
+    """The folder of a model's files: of one of `BUNDLED`, of itself, or fetched for ORGANISATION/NAME.
 
     Raises:
         ConfigError: none of these, or the hub cannot be reached.
     """
-    if name == "demo":
-        return DEMO
+    if name in BUNDLED:
+        return BUNDLED[name]
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ConfigError(f"model: {name} has no config.json, so it is no Hugging Face checkpoint", "model")
         return Path(name)
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(
-            f"model: {name!r} is no folder; allowed are a checkpoint folder, a hub name, or demo", "model"
+            f"model: {name!r} is no folder; allowed are a checkpoint folder, a hub name, demo, or demo-vl", "model"
         )
     try:
         from huggingface_hub import snapshot_download

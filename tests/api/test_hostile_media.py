@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("PIL")
 pytest.importorskip("av")
 
+from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.media import sources
 from penstock.media.limits import MediaLimits
 from penstock.media.loader import MediaLoader
@@ -102,7 +103,7 @@ async def refused(client, kind: str, url: object) -> str:
 
 async def test_files(client, loader):
     cases = list(files())
-    assert len(cases) > 40
+    assert len(cases) > 50
     for name, kind, url, said in cases:
         assert said in await refused(client, kind, url), name
     peak = [worker_peak(worker) for worker in loader._all if worker._process is not None]
@@ -167,6 +168,46 @@ def test_what_is_fetched(listener, monkeypatch):
                 sources.fetch(url, LIMITS)
             assert said in str(why.value), path
     assert asked.count("/good") == 1, "the redirect was not followed"
+
+
+def test_a_name_that_changes_what_it_resolves_to(listener, monkeypatch):
+    """DNS rebinding: what was checked is what is connected to, whatever the name says a moment later."""
+    port, asked = listener
+    answers = [["93.184.216.34"], ["127.0.0.1"], ["127.0.0.1"]]
+    looked_up, connected = [], []
+
+    def resolved(host, port, *_, **__):
+        looked_up.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers.pop(0)]
+
+    def connect(address, **_):
+        connected.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    url = f"http://allowed.example:{port}/good"
+    with pytest.raises(Refused, match="cannot be fetched"):
+        sources.fetch(url, LIMITS)
+    assert (looked_up, connected) == (["allowed.example"], [("93.184.216.34", port)])
+    with pytest.raises(Refused, match="whose address is private"):
+        sources.fetch(url, LIMITS)
+    answers[0] = ["93.184.216.34", "10.0.0.1"]
+    with pytest.raises(Refused, match="whose address is private"):
+        sources.fetch(url, LIMITS)
+    assert len(connected) == 1
+    assert asked == []
+
+
+async def test_what_waits_is_bounded(loader):
+    """Bodies may be large, and many."""
+    loader._waiting = 256 << 20
+    with pytest.raises(Overloaded, match="wait to be decoded"):
+        await loader.load([part(data_url(encoded("PNG")))])
+    loader._waiting = 0
+    with pytest.raises(InvalidRequest, match="bytes that are allowed"):
+        await loader.load([part("data:image/png," + "%41" * (2 << 20))])
+    assert loader._waiting == 0
 
 
 def test_a_host_that_dawdles(monkeypatch):

@@ -133,6 +133,102 @@ def test_other_apis(server):
     assert "messages[0].content[1].source: the image is not an image" in refused.json()["error"]["message"]
 
 
+def chat_parts(*images: bytes, text: str = "What is it?"):
+    parts = [{"type": "image_url", "image_url": {"url": url(image)}} for image in images]
+    return [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
+
+
+def test_tokenize_counts_what_a_model_sees(server):
+    red = drawn("red", 280, 280)
+    found = httpx.post(server.url + "/tokenize", json={"messages": chat_parts(red)}).json()
+    assert found["tokens"] == ask(server, red).json()["prompt_token_ids"]
+    body = {"messages": chat_parts(red), "max_tokens": 2}
+    answer = httpx.post(server.url + "/invocations", json=body, timeout=60).json()
+    assert answer["usage"]["prompt_tokens"] == found["count"]
+
+
+def test_images_in_a_prompt(server):
+    """As RTP-LLM has them: a tag for each URL."""
+    red, blue = url(drawn("red", 280, 280)), url(drawn("blue", 280, 280))
+    asked = {"model": "tiny", "max_tokens": 8, "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+
+    def complete(prompt, **more):
+        body = asked | {"prompt": prompt, "ignore_eos": True} | more
+        return httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+
+    both = complete("<image>\nand <image>: ", urls=[red, blue]).json()["choices"][0]
+    assert both["prompt_token_ids"].count(4098) == 200
+    again = complete("<image>\nand <image>: ", images=[red, blue]).json()["choices"][0]
+    assert again["logprobs"] == both["logprobs"]
+    other = complete("<image>\nand <image>: ", urls=[blue, red]).json()["choices"][0]
+    assert other["logprobs"] != both["logprobs"]
+    assert other["prompt_token_ids"] == both["prompt_token_ids"]
+    plain = complete("<image> is a tag").json()["choices"][0]["prompt_token_ids"]
+    assert 4098 not in plain
+    for prompt, more, field, said in (
+        ("no tag", {"urls": [red]}, "urls", "1 images, the prompt has 0 times <image>"),
+        ("<image><image>", {"urls": [red]}, "urls", "2 times <image>"),
+        ("<image>", {"urls": [red], "images": [red]}, "images", "without urls"),
+        (["<image>", "<image>"], {"images": [red]}, "images", "one text"),
+        ("<image>", {"urls": ["data:image/png;base64,AAAA"]}, "urls[0]", "not an image"),
+        ("<image>", {"urls": ["http://127.0.0.1/a.png"]}, "urls[0]", "--allowed-media-domains"),
+        ("<image><|image_pad|>", {"urls": [red]}, "prompt", "no text that reads as one"),
+        ("<image>", {"urls": [red], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "only without images"),
+    ):
+        refused = complete(prompt, **more)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["param"], said in error["message"]) == (field, True), error
+
+
+def test_what_tools_show(server):
+    """Images in the results of tools, of Anthropic's messages and of Responses."""
+    red = drawn("red", 280, 280)
+    source = {"type": "base64", "media_type": "image/png", "data": b64encode(red).decode()}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": source}]}
+    talk = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    plain = [*talk[:2], {"role": "user", "content": [result | {"content": ""}, {"type": "text", "text": "And?"}]}]
+    counts = [
+        httpx.post(server.url + "/v1/messages/count_tokens", json={"model": "tiny", "messages": each}, timeout=60)
+        for each in (talk, plain)
+    ]
+    seen, blind = (each.json()["input_tokens"] for each in counts)
+    assert seen == blind + 100 + 2, "and the marks around it"
+    body = {"model": "tiny", "messages": talk, "max_tokens": 3}
+    assert httpx.post(server.url + "/v1/messages", json=body, timeout=60).status_code == 200
+    source["data"] = "AAAA"
+    refused = httpx.post(server.url + "/v1/messages", json=body, timeout=60)
+    assert "messages[2].content[0].content[0].source: the image is not" in refused.json()["error"]["message"]
+    items = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": url(red)}]},
+    ]
+    body = {"model": "tiny", "input": items, "max_output_tokens": 3}
+    answer = httpx.post(server.url + "/v1/responses", json=body, timeout=60).json()
+    assert answer["usage"]["input_tokens"] > 100
+    items[2]["output"][0]["image_url"] = "data:image/png;base64,AAAA"
+    refused = httpx.post(server.url + "/v1/responses", json=body, timeout=60).json()["error"]
+    assert refused["param"] == "input[2].output[0].image_url"
+
+
+def test_the_document_has_images(server):
+    assert httpx.get(server.url + "/v1/models").json()["data"][0]["input_modalities"] == ["text", "image", "video"]
+    paths = httpx.get(server.url + "/openapi.json").json()["paths"]
+    for path, kind in (
+        ("/v1/chat/completions", "image_url"),
+        ("/tokenize", "video_url"),
+        ("/v1/responses", "input_image"),
+        ("/v1/messages", "image/webp"),
+    ):
+        assert kind in json.dumps(paths[path]["post"]["requestBody"]), path
+
+
 def test_streams(server):
     body = {"stream": True}
     lines = [line for line in ask(server, drawn("red"), **body).text.splitlines() if line.startswith("data: {")]

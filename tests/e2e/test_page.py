@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -72,6 +73,7 @@ def last_answer(page: Any) -> Any:
 
 def test_chat(page: Any, alone: Any) -> None:
     page.goto(alone.url)
+    assert page.locator("#attach").is_hidden(), "the model takes text alone"
     say(page, "What is a module?", max_tokens="40", seed="1", temperature="0.8")
     last_answer(page).get_by_text("first token after").wait_for()
     first = last_answer(page).locator(".body").inner_text()
@@ -95,6 +97,32 @@ def test_chat(page: Any, alone: Any) -> None:
     page.get_by_role("textbox", name="Request").fill("nobody")
     page.get_by_role("button", name="Explain").click()
     page.get_by_text("is not among the").wait_for()
+
+
+def test_images_are_sent_and_shown(page: Any) -> None:
+    """To models that take them alone."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (200, 200), "white")
+    ImageDraw.Draw(image).ellipse((40, 40, 160, 160), fill="red")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    with serving("demo-vl") as server:
+        page.goto(server.url)
+        page.locator("#attach").wait_for()
+        picture = {"name": "circle.png", "mimeType": "image/png", "buffer": file.getvalue()}
+        page.locator("#ask [name=files]").set_input_files([picture, picture])
+        assert page.locator("#pictures img").count() == 2
+        page.locator("#pictures button").first.click()
+        say(page, "What is in the picture?")
+        last_answer(page).get_by_text("first token after").wait_for()
+        assert last_answer(page).locator(".body").inner_text() == "A red circle."
+        assert page.locator(".turn.user img.seen").count() == 1
+        assert page.locator("#pictures img").count() == 0
+        say(page, "What shape is it?")  # the picture stays in the conversation
+        page.locator(".turn.assistant").nth(1).get_by_text("first token after").wait_for()
+        assert last_answer(page).locator(".body").inner_text() == "A circle."
+        keep(page, "images")
 
 
 def test_an_answer_is_stopped_by_a_key_and_a_fault_is_told(page: Any) -> None:

@@ -68,6 +68,24 @@ SEES: dict[str, Any] = {
     "vision_end_token_id": 304,
 }
 
+TILES: dict[str, Any] = {
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 44,
+        "patch_size": 8,
+        "vision_use_head": False,
+    },
+    "image_token_index": 301,
+    "video_token_index": 302,
+    "image_grid_pinpoints": [[44 * rows, 44 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3, 4)],
+    "vision_aspect_ratio": "anyres_max_4",
+}
+BESIDE = {*SEES, *TILES}
+
 # name -> (model_type, what differs from SIZE)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -77,6 +95,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn-rope": ("llama", {"rope_parameters": YARN}),
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
     "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC}),
+    "llava-onevision": ("llava_onevision", TILES),
     "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **ROUTED, "q_lora_rank": None}),
     "deepseek-v2-yarn": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": SHARP, "attention_bias": True}),
@@ -154,8 +173,9 @@ def write_checkpoint(
     model_type, own = ARCHITECTURES[name]
     options = {**SIZE, **own, **changes}
     if "vision_config" in own:
-        beside = {key: options.pop(key) for key in own.keys() & {*SEES}}
-        options = {**beside, "text_config": options, "tie_word_embeddings": bool(options.get("tie_word_embeddings"))}
+        beside = {key: options.pop(key) for key in own.keys() & BESIDE}
+        text = options | ({"model_type": "qwen2"} if model_type == "llava_onevision" else {})
+        options = {**beside, "text_config": text, "tie_word_embeddings": bool(options.get("tie_word_embeddings"))}
     config = AutoConfig.for_model(model_type, **options)
     torch.manual_seed(seed)
     model = auto_class(name).from_config(config, dtype=torch.float32)

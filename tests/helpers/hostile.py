@@ -44,6 +44,21 @@ def png(width: int, height: int, rows: bytes = b"", *more: tuple[bytes, bytes], 
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
+def long_gif(frames: int) -> bytes:
+    """Of one pixel; counting its frames takes long."""
+    data = animated("GIF")
+    start = data.index(b"\x21\xf9")
+    second = data.index(b"\x21\xf9", start + 1)
+    return data[:start] + data[start:second] * frames + b";"
+
+
+def webp(width: int, height: int) -> bytes:
+    """Of a canvas of that size, and nothing on it."""
+    sizes = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    chunk = b"VP8X" + struct.pack("<I", 10) + b"\0\0\0\0" + sizes
+    return b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
+
+
 def bmp(width: int, height: int, bits: int = 24) -> bytes:
     head = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, 0, 0, 0, 0, 0, 0)
     return b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + head
@@ -113,6 +128,16 @@ def files() -> Iterator[tuple[str, str, str, str]]:
         "gif animated": (animated("GIF"), "is animated"),
         "webp animated": (animated("WEBP"), "is animated"),
         "png animated": (animated("PNG"), "is animated"),
+        "gif of many frames": (long_gif(20_000), "is animated"),
+        "avif": (b"\0\0\0\x1cftypavif" + bytes(100), NOT_ONE),
+        "heic": (b"\0\0\0\x1cftypheic" + bytes(100), NOT_ONE),
+        "jpeg 2000": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(100), NOT_ONE),
+        "psd": (b"8BPS\0\1" + bytes(100), NOT_ONE),
+        "fits": (b"SIMPLE  =                    T" + b" " * 2850, NOT_ONE),
+        "icns": (b"icns" + bytes(100), NOT_ONE),
+        "xbm": (b"#define im_width 99999\n#define im_height 99999\nstatic char im_bits[] = {0};", NOT_ONE),
+        "windows metafile": (b"\xd7\xcd\xc6\x9a" + bytes(100), NOT_ONE),
+        "webp of a huge canvas": (webp(1 << 24, 1 << 24), "is"),
         "gif cut": (encoded("GIF")[:80], NOT_ONE),
         "gif huge": (b"GIF89a\xff\xff\xff\xff\x80\0\0" + bytes(6) + b",\0\0\0\0\xff\xff\xff\xff\0\2", "65535 x 65535"),
         "webp cut": (encoded("WEBP")[:60], "is"),

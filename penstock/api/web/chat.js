@@ -7,14 +7,18 @@ export function chat(section) {
   const log = section.querySelector("#log"), form = section.querySelector("#ask");
   const field = (name) => form.elements[name];
   const text = field("text"), send = form.querySelector("#send"), stop = form.querySelector("#stop");
-  let turns = []; // {role, content, reasoning, calls, node}
+  const attach = form.querySelector("#attach"), strip = form.querySelector("#pictures");
+  let turns = []; // {role, content, images, reasoning, calls, node}
+  let images = []; // data: URLs, of the next message
+  let known = []; // what there is to know of each model
   let running = null; // an AbortController
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (running || !text.value.trim()) return;
-    add({ role: "user", content: text.value.trim() });
+    add({ role: "user", content: text.value.trim(), images });
     text.value = "";
+    attached([]);
     grow();
     answer();
   });
@@ -25,14 +29,49 @@ export function chat(section) {
     }
   });
   text.addEventListener("input", grow);
+  text.addEventListener("paste", (event) => {
+    const files = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
+    if (attach.hidden || !files.length) return;
+    event.preventDefault();
+    read(files);
+  });
+  field("files").addEventListener("change", () => {
+    read([...field("files").files]);
+    field("files").value = "";
+  });
+  field("model").addEventListener("change", sees);
   stop.addEventListener("click", () => running?.abort());
   document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
   form.querySelector("#anew").addEventListener("click", () => {
     running?.abort();
     turns = [];
+    attached([]);
     log.replaceChildren();
     text.focus();
   });
+
+  /** Images are there to be sent where the model takes them. */
+  function sees() {
+    const card = known.find((each) => each.id === field("model").value);
+    attach.hidden = !card?.input_modalities?.includes("image");
+    if (attach.hidden) attached([]);
+  }
+
+  function attached(urls) {
+    images = urls;
+    const remove = (place) => attached(images.filter((_, i) => i !== place));
+    const picture = (url, i) => el("button.quiet.small", { type: "button", title: "Remove", onclick: () => remove(i) }, el("img", { src: url, alt: "Remove this image" }));
+    strip.replaceChildren(...urls.map(picture));
+  }
+
+  function read(files) {
+    for (const file of files) {
+      const reader = new FileReader();
+      reader.addEventListener("load", () => attached([...images, reader.result]));
+      reader.readAsDataURL(file);
+    }
+    text.focus();
+  }
 
   function grow() {
     text.style.height = "auto";
@@ -45,6 +84,7 @@ export function chat(section) {
     turn.node = el(`article.turn.${turn.role}`, { "aria-label": turn.role === "user" ? "You" : "Model" }, turn.body, turn.foot);
     if (turn.role === "user") {
       turn.body.textContent = turn.content;
+      turn.body.prepend(...turn.images.map((url) => el("img.seen", { src: url, alt: "Image" })));
       turn.foot.append(el("button.quiet.small", { type: "button", onclick: () => edit(turn) }, "Edit"));
     }
     turns.push(turn);
@@ -62,6 +102,7 @@ export function chat(section) {
   function edit(turn) {
     cut(turn);
     text.value = turn.content;
+    attached(turn.images);
     grow();
     text.focus();
   }
@@ -85,7 +126,7 @@ export function chat(section) {
       ...(system ? [{ role: "system", content: system }] : []),
       ...said.map((turn) => ({
         role: turn.role,
-        content: turn.content || null,
+        content: turn.images?.length ? withImages(turn) : turn.content || null,
         ...(turn.calls?.length ? { tool_calls: turn.calls } : {}),
       })),
     ];
@@ -151,8 +192,16 @@ export function chat(section) {
   return {
     enter: () => text.focus({ preventScroll: true }),
     leave: () => {},
-    models: (cards) => field("model").replaceChildren(...cards.map((card) => el("option", { value: card.id }, card.id))),
+    models: (cards) => {
+      known = cards;
+      field("model").replaceChildren(...cards.map((card) => el("option", { value: card.id }, card.id)));
+      sees();
+    },
   };
+}
+
+function withImages({ content, images }) {
+  return [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }];
 }
 
 /** One answer on the page: text as Markdown, reasoning and tool calls folded; drawn once a frame. */

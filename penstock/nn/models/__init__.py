@@ -11,6 +11,7 @@ from penstock.nn.models.deepseek import DeepseekV2, DeepseekV3
 from penstock.nn.models.gemma import Gemma
 from penstock.nn.models.gemma3 import Gemma3
 from penstock.nn.models.llama import Llama
+from penstock.nn.models.llava_onevision import LlavaOnevision
 from penstock.nn.models.mistral import Mistral
 from penstock.nn.models.mixtral import Mixtral
 from penstock.nn.models.phi3 import Phi3
@@ -27,6 +28,7 @@ MODELS: dict[str, type[Decoder]] = {
     "Gemma3ForCausalLM": Gemma3,
     "GemmaForCausalLM": Gemma,
     "LlamaForCausalLM": Llama,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
     "Phi3ForCausalLM": Phi3,
