@@ -823,7 +823,7 @@ class Scheduler:
             return
         if sequence.id in self._in_flight.ending or sequence.id in self._migrating:
             return  # it goes no further, for now or for good
-        count, room = builder.grants.get(sequence, 0), len(sequence.blocks) + self.pool.available
+        count, room = builder.grants.get(sequence, 0), (len(sequence.blocks) + self.pool.available) // sequence.groups
         reach = self._reach(sequence, sequence.computed)
         most = min(reach, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
         more = allowance.lengthened(sequence.computed, count, most) - count
