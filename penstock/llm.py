@@ -14,7 +14,8 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal, cast, get_args, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_type_hints
 
 from penstock.cli.devices import known_device
 from penstock.core.clock import SystemClock
@@ -26,9 +27,8 @@ from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.calibration import calibrated
 from penstock.engine.loop import Engine
 from penstock.media.limits import MediaLimits
-from penstock.media.loader import MediaLoader, MediaPart
-from penstock.media.loader import Prompt as Seen
-from penstock.media.processor import read_processor
+from penstock.media.prompt import MediaPart
+from penstock.media.prompt import Prompt as Seen
 from penstock.obs.progress import byte_progress
 from penstock.service.checkpoint import checked_override, find_checkpoint, read_defaults
 from penstock.service.embedding import POOLINGS, check_dimensions, finished, read_embedding
@@ -37,6 +37,9 @@ from penstock.service.media_parts import media_of
 from penstock.text import grammar
 from penstock.text.detokenizer import OutputStream, outputs_of
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.media.loader import MediaLoader
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 UNBOUNDED = MediaLimits(count=1 << 16, bytes=1 << 30, pixels=1 << 28)  # of who asks himself
@@ -182,9 +185,8 @@ class LLM:
         self.tokenizer = Tokenizer(directory, chat_template)
         self._defaults = read_defaults(directory, self.tokenizer.eos_id, _override(override_generation_config))
         self._rng = random.Random(seed)
-        self._media: MediaLoader | None = None
-        if (processor := read_processor(directory)) is not None:
-            self._media = MediaLoader(processor, replace(UNBOUNDED, domains=tuple(allowed_media_domains)))
+        self._media = _media_loader(directory, allowed_media_domains)
+        if self._media is not None:
             weakref.finalize(self, self._media.close)
         with byte_progress("weights") as progress:
             built = build_engine(_engine_options(str(directory), options), SystemClock(), progress=progress)
@@ -483,6 +485,17 @@ class _EmbeddingJob:
             raise EngineFailure("the model computed something that is no number")
         self.output.embedding, self.output.cached_tokens = output.embedding, output.cached_tokens
         return True
+
+
+def _media_loader(directory: Path, domains: Sequence[str]) -> MediaLoader | None:
+    """None where the model sees nothing, for which the packages are not needed."""
+    if "vision_config" not in (directory / "config.json").read_text(encoding="utf-8"):
+        return None
+    from penstock.media.loader import MediaLoader
+    from penstock.media.processor import read_processor
+
+    processor = read_processor(directory)
+    return None if processor is None else MediaLoader(processor, replace(UNBOUNDED, domains=tuple(domains)))
 
 
 def _override(given: Mapping[str, Any] | None) -> str | None:

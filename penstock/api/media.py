@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
-from penstock.media.loader import MediaLoader, MediaPart, Prompt
+from penstock.media.loader import MediaLoader
+from penstock.media.prompt import MediaPart, Prompt
 from penstock.service.media_parts import media_of
 
 if TYPE_CHECKING:

@@ -5,42 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 from penstock.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from penstock.core.request import MediaKind, MediaSpan
 from penstock.media.limits import MediaLimits
 from penstock.media.processor import AnyProcessor, Made, Refused
+from penstock.media.prompt import MediaPart, Prompt
 from penstock.media.sources import fetch, read_data
 from penstock.media.workers import Worker
 
 WORKERS = 2
 FETCHES = 8
 MOST_WAITING = 256 << 20  # bytes of images and videos that are fetched and decoded, or wait for it
-
-
-@dataclass(frozen=True, slots=True)
-class MediaPart:
-    """
-    Attributes:
-        field: where it came.
-        data: the file itself, where there is no URL.
-    """
-
-    kind: MediaKind
-    url: str
-    field: str
-    data: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Tokens, and what some of them stand for; see `Request`."""
-
-    tokens: list[int]
-    media: tuple[MediaSpan, ...] = ()
-    pixels: tuple[bytes, ...] = ()
 
 
 def _is_data(url: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
 from penstock.core.request import MediaKind
-from penstock.media.loader import MediaPart
+from penstock.media.prompt import MediaPart
 from penstock.text.chat import Placeholder
 
 SHORT = Repr()

@@ -252,7 +252,7 @@ async def test_a_decoder_that_hangs_or_ends_is_replaced(client, frontend, tmp_pa
 
 
 def part(url: str, kind: str = "image"):
-    from penstock.media.loader import MediaPart
+    from penstock.media.prompt import MediaPart
 
     return MediaPart(kind, url, "field")
 

@@ -233,6 +233,8 @@ QUESTIONS: dict[str, Callable[[random.Random, Picture], Asked]] = {
     "side": _side,
 }
 
+HOW_OFTEN = (3, 5, 1, 1, 1, 1, 3)  # what takes longest to learn is asked most
+
 
 def ask(rng: random.Random, picture: Picture | None, kind: str | None = None) -> Asked:
     """A question, and what is true.
@@ -245,7 +247,7 @@ def ask(rng: random.Random, picture: Picture | None, kind: str | None = None) ->
         if rng.random() < 0.3:
             return rng.choice(GREETINGS), GREETING
         return QUESTIONS[rng.choice([*QUESTIONS])](rng, draw(rng))[0], UNSEEN
-    question, answer = QUESTIONS[kind or rng.choice([*QUESTIONS])](rng, picture)
+    question, answer = QUESTIONS[kind or rng.choices([*QUESTIONS], HOW_OFTEN)[0]](rng, picture)
     if kind is None and rng.random() < 0.1:
         question = question.lower().rstrip("?.")
     return question, answer

@@ -1,0 +1,30 @@
+"""What a prompt has beside text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.request import MediaKind, MediaSpan
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """
+    Attributes:
+        field: where it came.
+        data: the file itself, where there is no URL.
+    """
+
+    kind: MediaKind
+    url: str
+    field: str
+    data: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens, and what some of them stand for; see `Request`."""
+
+    tokens: list[int]
+    media: tuple[MediaSpan, ...] = ()
+    pixels: tuple[bytes, ...] = ()
