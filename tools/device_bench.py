@@ -1,6 +1,6 @@
 """Benchmark the engine on a device, in this process, on random weights of real geometry; prints a short table.
 
-usage: python tools/device_bench.py [--device cuda] [--geometry qwen3-0.6b] [--seconds 240]
+usage: python tools/device_bench.py [--device cuda] [--geometry qwen3-0.6b] [--quantization int8] [--seconds 240]
 Needs only what the engine needs, and transformers to write the weights.
 """
 
@@ -65,6 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="benchmark the engine on a device")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b")
+    parser.add_argument("--quantization", help="as `penstock serve` has it")
     parser.add_argument("--seconds", type=float, default=240.0, help="about how long it may take")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -72,14 +73,15 @@ def main() -> int:
         write(options.geometry, Path(folder), options.device)
         written = time.monotonic()
         # without prefix cache, so that alone and together compute the same rows
-        llm = LLM(folder, device=options.device, max_model_len=8192, prefix_cache=False)
+        more = {} if options.quantization is None else {"quantization": options.quantization}
+        llm = LLM(folder, device=options.device, max_model_len=8192, prefix_cache=False, **more)
         rows: list[Row] = [
             ("start: load, measure, size", time.monotonic() - written, "s"),
             ("token budget per step", float(llm.engine.scheduler.limits.token_budget), "tokens"),
             ("KV blocks", float(llm.engine.scheduler.pool.num_blocks), "of 64 tokens"),
         ]
         rows += measure(llm, begin + options.seconds)
-    print(f"\n{options.geometry}, bfloat16, {options.device}")
+    print(f"\n{options.geometry}, {options.quantization or 'bfloat16'}, {options.device}")
     for what, value, unit in rows:
         print(f"  {what:<48} {value:>12,.1f} {unit}")
     return 0

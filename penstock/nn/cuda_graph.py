@@ -18,10 +18,11 @@ from penstock.nn import ops, triton
 from penstock.nn.batch import MOST_PADDED, Batch, Packed, padded_rows
 from penstock.nn.experts import MixtureOfExperts
 from penstock.nn.kv import KVLayers
-from penstock.nn.latent import LatentAttention
+from penstock.nn.methods.plain import Plain
 from penstock.nn.models.decoder import Decoder
 
-KERNELS = ("rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul", "attention")  # which read what a graph's tensor says
+# which read what a graph's tensor says
+KERNELS = ("rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul", "attention", "store_kv", "expert_rows")
 
 
 def obstacle(model: Decoder) -> str | None:
@@ -30,10 +31,9 @@ def obstacle(model: Decoder) -> str | None:
         return f"there are no such graphs on {model.device.type}"
     if (reason := triton.missing()) is not None:
         return reason
-    if any(isinstance(part, LatentAttention) for part in model.modules()):
-        return "latent attention is computed op by op"
-    if any(isinstance(part, MixtureOfExperts) for part in model.modules()):
-        return "rows are given to experts by the host"
+    experts = [part.experts for part in model.modules() if isinstance(part, MixtureOfExperts)]
+    if not all(isinstance(part.gate_up_proj.method, Plain) for part in experts):
+        return "rows are given to quantised experts by the host"
     if model.shard.ranks is not None or model.shard.stages > 1:
         return "ranks are not captured yet"
     if other := [name for name in KERNELS if ops.OPS[name].backend_on("cuda").name != "triton"]:

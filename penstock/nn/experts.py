@@ -245,7 +245,7 @@ class Experts(nn.Module):
     """Gated MLPs, all of the same shape: a part of each, or some of them whole.
 
     Attributes:
-        counts: [experts] int64 on the CPU: rows that each has had since this was made.
+        counts: [experts] int64: rows that each has had since this was made; those too that pad a CUDA graph's.
         loads: [ranks] int64 on the CPU: those that each rank has computed, of all its experts together.
         placement: which rank computes which; None where each has a part of all.
         spare: memory for what is computed away from home.
@@ -367,6 +367,8 @@ class Experts(nn.Module):
                 return self._travelling(x, experts, weights, self._places, self.spread)
             return (yield from self._spread(x, experts, weights, self._places, self.spread))
         pairs, bounds, places = ops.group_experts(experts, self.count)
+        if self.counts.device != bounds.device:  # no step waits for how many there were
+            self.counts = self.counts.to(bounds.device)
         self.counts += bounds.diff()
         made = self._made(x, pairs, bounds, experts.shape[1])
         return self.shard.sum(ops.combine_experts(made, places, weights))
@@ -381,7 +383,7 @@ class Experts(nn.Module):
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()
         slots, self._turn = at.slots_of(experts, self._turn), self._turn + 1
         pairs, bounds, places = ops.group_experts(slots, at.slots)
-        begins = bounds[at.bounds]  # of each rank's pairs
+        begins = bounds[at.bounds].cpu()  # of each rank's pairs
         self.loads += begins.diff()
         first, last = begins[shard.rank : shard.rank + 2].tolist()
         own = bounds[at.bounds[shard.rank] : at.bounds[shard.rank + 1] + 1] - first

@@ -13,7 +13,7 @@ from tools.mtp import FurtherTokens, measure, train
 
 pytest.importorskip("transformers")
 
-CPU, COUNT = torch.device("cpu"), 3
+DEVICE, COUNT = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 3
 PROMPT = [(7 * i) % 300 + 1 for i in range(2 * BLOCK_TOKENS - 2)]
 
 
@@ -56,7 +56,7 @@ def proposed(model, further, tokens, count):
 @pytest.mark.parametrize("mode", ["table", "contiguous"])
 def test_drafts_are_the_references(folder, reference, monkeypatch, mode):
     """After a prompt in chunks, and of a sequence whose places ahead are in its next block."""
-    model = load_model(folder, CPU, draft_head=True)
+    model = load_model(folder, DEVICE, draft_head=True)
     engine = make_engine(model, budget=50, speculation=heads(COUNT), address_mode=mode)
     runner, results = engine.executor.worker, []
     run = runner.run
@@ -75,12 +75,12 @@ def test_drafts_are_the_references(folder, reference, monkeypatch, mode):
 
 def test_a_prefix_that_another_token_follows_still_has_its_drafts(folder):
     """Its last place was made with the token that followed there first; all before it are right."""
-    model = load_model(folder, CPU, draft_head=True)
+    model = load_model(folder, DEVICE, draft_head=True)
     warm = Collector(make_engine(model, speculation=heads(COUNT)))
     warm.run(make_request("first", [*PROMPT[:BLOCK_TOKENS], 5, 6, 7]))
     warm.run(make_request("other", [*PROMPT[:BLOCK_TOKENS], 9, 8]))
     assert warm.cached["other"] == BLOCK_TOKENS
-    cold = Collector(make_engine(load_model(folder, CPU)))
+    cold = Collector(make_engine(load_model(folder, DEVICE)))
     cold.run(make_request("other", [*PROMPT[:BLOCK_TOKENS], 9, 8]))
     assert warm.tokens["other"] == cold.tokens["other"]
     assert warm.engine.scheduler.speculation.counters.drafts
@@ -90,9 +90,9 @@ def test_where_there_is_no_such_layer_it_is_said(tmp_path):
     bare = write_checkpoint(tmp_path / "bare", "deepseek-v3")
     llama = write_checkpoint(tmp_path / "llama", "llama")
     for checkpoint, why in ((bare, "are not in the checkpoint"), (llama, "Llama has none")):
-        assert load_model(checkpoint, CPU).draft_head is None
+        assert load_model(checkpoint, DEVICE).draft_head is None
         with pytest.raises(ConfigError, match=f"no layer that predicts further tokens: .*{why}") as refused:
-            load_model(checkpoint, CPU, draft_head=True)
+            load_model(checkpoint, DEVICE, draft_head=True)
         assert refused.value.field == "speculative-config"
 
 

@@ -22,7 +22,7 @@ from tests.helpers.pictures import IMAGE, picture, seeing
 from tests.helpers.ranks import load_shards, make_parallel_engine
 
 transformers = pytest.importorskip("transformers")
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 SMALL, LARGE = picture(3, 5, 1), picture(9, 7, 2)
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    return load_model(checkpoint, CPU)
+    return load_model(checkpoint, DEVICE)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -81,7 +81,7 @@ def patches_of(frames):
 
 def ours(model, request, chunks):
     layout = make_layout(model.config, model.dtype, "block", "")
-    cache = KVCache.on_device(layout, 16, CPU)
+    cache = KVCache.on_device(layout, 16, DEVICE)
     cache.slots.zero_()
     media, spans = MediaEmbeddings(), zip(request.media, request.pixels, strict=True)
     media.follow(model, StepPlan((), encodes=tuple(Encode("r", *each) for each in spans)))
@@ -94,7 +94,7 @@ def ours(model, request, chunks):
         blocks = tuple(range(-(-end // BLOCK_TOKENS)))
         step = SequenceStep("r", done, own, blocks, 1, SamplingParams(), 0)
         step.media = request.media
-        batch = Batch([step], CPU)
+        batch = Batch([step], DEVICE)
         batch.seen = media.seen(model, batch)
         rows.append(model.logits(model(batch, cache.layers)))
         done = end
@@ -115,10 +115,13 @@ def test_logits(checkpoint, model, name):
     request = seeing("r", ASKED[name])
     expected = theirs(checkpoint, request)
     for chunks in ((), (11, 1, 30, 7)):
-        assert (ours(model, request, chunks) - expected).abs().max() < 1e-4
+        assert (ours(model, request, chunks).cpu() - expected).abs().max() < 1e-4
 
 
-def test_same_tokens_however_it_runs(model):
+def test_same_tokens_however_it_runs(checkpoint, model):
+    if DEVICE.type == "cuda":  # as it is served there
+        model = load_model(checkpoint, DEVICE, torch.bfloat16)
+
     def mine(**options):
         return seeing("mine", [text(20, 1), LARGE, text(5, 2), SMALL, text(9, 3)], **SAMPLED, **options)
 
@@ -202,6 +205,7 @@ def test_how_much_a_step_encodes_is_found_by_what_it_takes(model):
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are on the CPU")
 def test_two_ranks_say_what_one_says(checkpoint, model):
     asked = [seeing(name, parts, max_tokens=10) for name, parts in ASKED.items()]
     one = Collector(make_engine(model)).run(*asked)

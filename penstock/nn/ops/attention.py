@@ -75,11 +75,15 @@ def _native(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int |
 
 
 def _triton(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
-    """One kernel for decodes and prompts (triton/attention.py); equal to the bit."""
+    """One kernel for decodes and prompts (triton/attention.py, latent.py); equal to the bit."""
     from penstock.nn.triton import attention as kernels
+    from penstock.nn.triton import latent
 
     if not kernels.serves(q, cache):
         return sdpa(q, cache, batch, scale, window)
+    if cache.latent:
+        assert window is None
+        return latent.attention(q, cache, batch, scale)
     return kernels.attention(q, cache, batch, scale, window)
 
 

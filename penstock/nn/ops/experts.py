@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from penstock.nn import native
+from penstock.nn import native, triton
 from penstock.nn.config import Routing
 from penstock.nn.native import SUFFIX, computable, function, missing
 from penstock.nn.ops.backends import Backend, Op
@@ -73,6 +74,17 @@ class Stacked:
         size = first.memory.nbytes * panel // outs
         return Slots(ctypes.cast(addresses, ctypes.POINTER(ctypes.c_void_p)), outs, ins, panel, size, view)
 
+    @cached_property
+    def offsets(self) -> Tensor | None:
+        """[slots] int64: how many values behind the first weight each one is; None where they are not plain."""
+        if not self.weights or not all(
+            isinstance(weight, Parameter) and weight.is_contiguous() for weight in self.weights
+        ):
+            return None
+        first = self.weights[0]
+        away = [(weight.data_ptr() - first.data_ptr()) // first.itemsize for weight in self.weights]
+        return torch.tensor(away, device=first.device)
+
 
 def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """[rows, experts] float32 -> of each row its experts [rows, top_k] int64, rising, and their weights in float32.
@@ -89,8 +101,8 @@ def group_experts(experts: Tensor, count: int) -> Grouped:
     """[rows, top_k] int64 -> the pairs of a row and an expert by experts, then by rows.
 
     Returns:
-        [rows * top_k] which pair each is, `row * top_k + i`; [count + 1] on the CPU, where each expert's begin; and
-        [rows, top_k] which of them each pair is. All int64.
+        [rows * top_k] which pair each is, `row * top_k + i`; [count + 1] where each expert's begin; and [rows, top_k]
+        which of them each pair is. All int64.
     """
     return GROUP_OP[experts.device.type](experts, count)
 
@@ -158,11 +170,10 @@ def _route_native(logits: Tensor, correction: Tensor | None, routing: Routing) -
 
 def _group_reference(experts: Tensor, count: int) -> Grouped:
     flat = experts.flatten()
-    pairs = flat.sort(stable=True).indices
+    of_pairs, pairs = flat.sort(stable=True)
     places = torch.empty_like(flat)
     places[pairs] = torch.arange(len(flat), device=flat.device)
-    bounds = torch.zeros(count + 1, dtype=torch.int64)
-    bounds[1:] = flat.bincount(minlength=count).cumsum(0)
+    bounds = torch.searchsorted(of_pairs, torch.arange(count + 1, device=flat.device))  # the host waits for nothing
     return pairs, bounds, places.view(experts.shape)
 
 
@@ -211,6 +222,19 @@ def _rows_native(
     return made[:, : down.outs]
 
 
+def _rows_triton(
+    x: Tensor, pairs: Tensor, bounds: Tensor, top_k: int, gate_up: Stacked, down: Stacked, activation: str
+) -> Tensor:
+    exact = x.dtype == (torch.bfloat16 if x.is_cpu else torch.float32)  # the interpreter makes no products of the one
+    if exact or gate_up.offsets is None or down.offsets is None:
+        return _rows_reference(x, pairs, bounds, top_k, gate_up, down, activation)
+    from penstock.nn.triton.experts import product
+
+    count = len(pairs)
+    made = product(x, pairs, bounds, top_k, gate_up.weights[0], gate_up.offsets, gate_up.outs, count)
+    return product(gate_mul(made, activation), None, bounds, top_k, down.weights[0], down.offsets, down.outs, count)
+
+
 def _combine_reference(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     total = made.new_zeros(len(places), made.shape[1], dtype=torch.float32)
     for i in range(places.shape[1]):
@@ -235,10 +259,24 @@ def _combine_native(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
+def _combine_triton(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    from penstock.nn.triton.experts import combine
+
+    return combine(native.dense_rows(made), places.contiguous(), weights.contiguous())
+
+
 CPU = frozenset({"cpu"})
 ROUTE_OP = Op("route", Backend("native", _route_native, CPU, missing), Backend("reference", _route_reference))
 GROUP_OP = Op("group_experts", Backend("native", _group_native, CPU, missing), Backend("reference", _group_reference))
-ROWS_OP = Op("expert_rows", Backend("native", _rows_native, CPU, missing), Backend("reference", _rows_reference))
+ROWS_OP = Op(
+    "expert_rows",
+    Backend("native", _rows_native, CPU, missing),
+    Backend("triton", _rows_triton, triton.DEVICES, triton.missing),
+    Backend("reference", _rows_reference),
+)
 COMBINE_OP = Op(
-    "combine_experts", Backend("native", _combine_native, CPU, missing), Backend("reference", _combine_reference)
+    "combine_experts",
+    Backend("native", _combine_native, CPU, missing),
+    Backend("triton", _combine_triton, triton.DEVICES, triton.missing),
+    Backend("reference", _combine_reference),
 )

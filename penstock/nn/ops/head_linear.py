@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.nn import triton
 from penstock.nn.head_weight import HeadWeight
 from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
@@ -11,7 +12,7 @@ from penstock.nn.ops.backends import Backend, Op
 def head_linear(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
     """[rows, heads, ins] x [heads, outs, ins] -> `out`, [rows, heads, outs] in x's dtype, dimensions together.
 
-    The kernel (native/gemm.cpp) computes the same bits for a row however many there are.
+    The kernels (native/gemm.cpp, triton/latent.py) compute the same bits for a row however many there are.
     """
     OP[x.device.type](x, weight, out)
 
@@ -41,4 +42,18 @@ def _native(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
     )
 
 
-OP = Op("head_linear", Backend("native", _native, frozenset({"cpu"}), missing), Backend("reference", _reference))
+def _triton(x: Tensor, weight: HeadWeight, out: Tensor) -> None:
+    if weight.packed or (x.is_cpu and x.dtype == torch.bfloat16):  # of which the interpreter makes no products
+        _reference(x, weight, out)
+        return
+    from penstock.nn.triton.latent import head_linear as kernel
+
+    kernel(x, weight.memory, out)
+
+
+OP = Op(
+    "head_linear",
+    Backend("native", _native, frozenset({"cpu"}), missing),
+    Backend("triton", _triton, triton.DEVICES, triton.missing),
+    Backend("reference", _reference),
+)

@@ -4,6 +4,7 @@ from ctypes import addressof
 
 from torch import Tensor
 
+from penstock.nn import triton
 from penstock.nn.batch import Batch
 from penstock.nn.kv import LayerKV
 from penstock.nn.native import cached, dense_rows, function, missing, of_layer
@@ -44,4 +45,18 @@ def _native(k: Tensor, v: Tensor | None, cache: LayerKV, batch: Batch) -> None:
     )
 
 
-OP = Op("store_kv", Backend("native", _native, frozenset({"cpu"}), missing), Backend("reference", reference))
+def _triton(k: Tensor, v: Tensor | None, cache: LayerKV, batch: Batch) -> None:
+    from penstock.nn.triton.cache import store
+
+    if cache.scales is not None or cache.values.dtype != k.dtype:
+        reference(k, v, cache, batch)
+    elif len(k):
+        store(k, v, cache, batch)
+
+
+OP = Op(
+    "store_kv",
+    Backend("native", _native, frozenset({"cpu"}), missing),
+    Backend("triton", _triton, triton.DEVICES, triton.missing),
+    Backend("reference", reference),
+)

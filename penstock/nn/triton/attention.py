@@ -27,6 +27,7 @@ SPLIT = 8  # blocks of a split, in contexts of up to MOST_SPLITS of them; twice 
 MOST_SPLITS = 64
 PROGRAMS = 264  # that keep a device busy
 MOST_DIM = 256
+MOST_LATENT = 512, 64  # values of a vector that are V too, and others: see latent.py
 MERGED = 2  # heads that a program merges
 LOG2E = 1.4426950408889634
 
@@ -68,7 +69,7 @@ def merge(most, total, sums, more_most, more_total, more_sums):
     return largest, total, tl.fma(sums, left, more_sums * right)
 
 
-@triton.jit(do_not_specialize=("tiles", "ids", "window", "parts"))
+@triton.jit(do_not_specialize=("tiles", "ids", "window", "parts", "slots"))
 def attend_kernel(  # noqa: PLR0915 -- one program, as Triton has no smaller ones that share registers
     q,
     k_values,
@@ -86,6 +87,7 @@ def attend_kernel(  # noqa: PLR0915 -- one program, as Triton has no smaller one
     scale,
     window,
     parts,
+    slots,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -99,7 +101,7 @@ def attend_kernel(  # noqa: PLR0915 -- one program, as Triton has no smaller one
     Args:
         scale: of scores, with the logarithm of 2 to the base e.
         window: 0 is all.
-        part_sums, part_stats: [rows, heads, MOST, DIM] and [rows, heads, MOST, 2], with several parts.
+        part_sums, part_stats: [rows, heads, slots, DIM] and [rows, heads, slots, 2], with several parts.
     """
     tile = tiles + 4 * tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -162,7 +164,7 @@ def attend_kernel(  # noqa: PLR0915 -- one program, as Triton has no smaller one
         if parts == 1:
             all_most, all_total, all_sums = merge(all_most, all_total, all_sums, most, total, sums)
         else:
-            partial = (row * heads + query_head) * MOST + split
+            partial = (row * heads + query_head) * slots + split
             tl.store(part_sums + partial[:, None] * DIM + d[None, :], sums, mask=valid[:, None] & inside[None, :])
             tl.store(part_stats + 2 * partial, most, mask=valid)
             tl.store(part_stats + 2 * partial + 1, total, mask=valid)
@@ -174,7 +176,7 @@ def attend_kernel(  # noqa: PLR0915 -- one program, as Triton has no smaller one
         )
 
 
-@triton.jit(do_not_specialize=("positions", "window"))
+@triton.jit(do_not_specialize=("positions", "window", "slots"))
 def merge_kernel(
     part_sums,
     part_stats,
@@ -182,6 +184,7 @@ def merge_kernel(
     out,
     heads,
     window,
+    slots,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -204,7 +207,7 @@ def merge_kernel(
     total = tl.zeros((HEADS,), tl.float32)
     sums = tl.zeros((HEADS, DIM_BLOCK), tl.float32)
     for split in range(begin // size, position // BLOCK // size + 1):
-        partial = (row * heads + head) * MOST + split
+        partial = (row * heads + head) * slots + split
         more_most = tl.load(part_stats + 2 * partial, mask=there, other=0.0)
         more_total = tl.load(part_stats + 2 * partial + 1, mask=there, other=1.0)
         more_sums = tl.load(part_sums + partial[:, None] * DIM + d[None, :], mask=inside, other=0.0)
@@ -253,15 +256,17 @@ def splits_of(position: int) -> int:
 
 def serves(q: Tensor, cache: LayerKV) -> bool:
     """Whether the kernel computes this: a device has the instructions for 16 bits, and a program must hold a tile."""
-    if cache.scales is not None or cache.latent or cache.values.dtype != q.dtype:
+    if cache.scales is not None or cache.values.dtype != q.dtype:
         return False
     if q.dtype == (torch.bfloat16 if q.is_cpu else torch.float32):  # of which the interpreter makes no products
         return False
+    if cache.latent:
+        return cache.latent <= MOST_LATENT[0] and cache.dim - cache.latent <= MOST_LATENT[1]
     return q.shape[1] // cache.kv_heads <= TILE and cache.dim <= MOST_DIM
 
 
 def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None) -> Tensor:
-    """Where `serves`: as the op."""
+    """Of K and V, where `serves`: as the op."""
     rows, heads, dim = q.shape
     kv_heads = cache.kv_heads
     group = heads // kv_heads
@@ -274,8 +279,8 @@ def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int
     parts = min(step.splits, -(-PROGRAMS // (count * kv_heads)))
     sums, stats = out, out
     if parts > 1:
-        sums = torch.empty(rows, heads, MOST_SPLITS, dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(rows, heads, MOST_SPLITS, 2, dtype=torch.float32, device=q.device)
+        sums = torch.empty(rows, heads, step.splits, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows, heads, step.splits, 2, dtype=torch.float32, device=q.device)
     block = max(16, power_of_two(dim))
     block_stride, _, head_stride, token_stride, _ = cache.values.stride()
     constants = {"DIM": dim, "DIM_BLOCK": block, "BLOCK": BLOCK_TOKENS, "SPLIT": SPLIT, "MOST": MOST_SPLITS}
@@ -296,6 +301,7 @@ def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int
         scale * LOG2E,
         window or 0,
         parts,
+        step.splits,
         GROUP=group,
         TILE=TILE,
         **constants,
@@ -303,7 +309,7 @@ def attention(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int
     )
     if parts > 1:
         merge_kernel[(rows, triton.cdiv(heads, MERGED))](
-            sums, stats, batch.positions, out, heads, window or 0, HEADS=MERGED, **constants, num_warps=2
+            sums, stats, batch.positions, out, heads, window or 0, step.splits, HEADS=MERGED, **constants, num_warps=2
         )
     return out
 

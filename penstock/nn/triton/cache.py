@@ -1,4 +1,4 @@
-"""K and V into the cache, with what comes before: norms of heads and rotation."""
+"""K and V into the cache, as they are or with what comes before: norms of heads and rotation."""
 
 from __future__ import annotations
 
@@ -119,3 +119,61 @@ def qkv_to_cache(
         power_of_two(dim),
     )
     return q
+
+
+@triton.jit(do_not_specialize=("slot_blocks", "slot_offsets"))
+def store_kernel(
+    k,
+    v,
+    slot_blocks,
+    slot_offsets,
+    values,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    block_stride,
+    kind_stride,
+    head_stride,
+    token_stride,
+    kv_heads,
+    DIM: tl.constexpr,
+    BOTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some heads of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, BLOCK)
+    block = tl.load(slot_blocks + row)
+    # a row that pads a step belongs nowhere: its block is -1
+    there = (head < kv_heads)[:, None] & (i < DIM)[None, :] & (block >= 0)
+    place = values + block * block_stride + tl.load(slot_offsets + row) * token_stride
+    place += head[:, None] * head_stride + i[None, :]
+    source = k + row * k_stride + head[:, None] * k_head_stride + i[None, :]
+    tl.store(place, tl.load(source, mask=there, other=0.0), mask=there)
+    if BOTH:
+        source = v + row * v_stride + head[:, None] * v_head_stride + i[None, :]
+        tl.store(place + kind_stride, tl.load(source, mask=there, other=0.0), mask=there)
+
+
+def store(k: Tensor, v: Tensor | None, cache: LayerKV, batch: Batch) -> None:
+    """As the op, into a cache of the same dtype."""
+    rows, kv_heads, dim = k.shape
+    k, other = (x if x.stride(2) == 1 else x.contiguous() for x in (k, k if v is None else v))
+    store_kernel[(rows, triton.cdiv(kv_heads, HEADS))](
+        k,
+        other,
+        batch.slot_blocks,
+        batch.slot_offsets,
+        cache.values,
+        *k.stride()[:2],
+        *other.stride()[:2],
+        *cache.values.stride()[:4],
+        kv_heads,
+        dim,
+        v is not None,
+        min(HEADS, power_of_two(kv_heads)),
+        power_of_two(dim),
+    )
