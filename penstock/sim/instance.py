@@ -178,7 +178,7 @@ class SimInstance:
         """Fail. Returns the outputs up to now, as clients had received every token as soon as it was sampled."""
         self._stopped = now
         self._leave_store()
-        self.intake.handoffs = None  # breaks a reference cycle
+        self.intake.handoffs = self.intake.images = None  # breaks a reference cycle
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
             done = self._stride.done(now)
