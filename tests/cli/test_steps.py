@@ -110,7 +110,7 @@ def test_a_geometry_that_is_none(tmp_path):
         parse("t.yaml", text, make_tables())
     known = ", ".join(GEOMETRIES)
     assert str(caught.value) == (
-        f"t.yaml:3: engine.geometry: 'gpt-9', allowed are {known}, demo, or a folder with a config.json"
+        f"t.yaml:3: engine.geometry: 'gpt-9', allowed are {known}, demo, demo-vl, or a folder with a config.json"
     )
     for content, said in (("{", "is no JSON"), ("[1]", "holds no JSON object"), ("{}", "hidden_size is missing")):
         (tmp_path / "config.json").write_text(content)

@@ -8,12 +8,12 @@ from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
 from tests.helpers.servers import serving
 
+anthropic = pytest.importorskip("anthropic")
 Image = pytest.importorskip("PIL.Image")
 ImageDraw = pytest.importorskip("PIL.ImageDraw")
 pytestmark = pytest.mark.slow
