@@ -65,6 +65,7 @@ def make_tables() -> ScenarioTables:
             Option("spread", between(0, 3600), 0.0, "seconds over which a tick of the trace's clock is spread"),
             Option("chats", switch, False, "requests that share a beginning are turns of a chat"),
             Option("tide", between(1, 1e6), None, "highest rate over lowest, of a day that takes the duration"),
+            Option("image-repeats", between(0, 1), 0.0, "share of the images that came before"),
             Option("max-tokens", integer(1), 4096, "limit on outputs that clients set"),
             Option("exact", switch, False, "clients set the limit of each output to its length"),
         ),
@@ -79,6 +80,9 @@ def make_tables() -> ScenarioTables:
             Option("prefixes", integer(0, 1 << 29), 0, "shared beginnings"),
             Option("prefix-tokens", integer(1), 512, "tokens of each"),
             Option("prefix-zipf", between(0, 10), 0.0, "how unevenly they are taken"),
+            Option("images", between(0, 1000), 0.0, "mean images of a request"),
+            Option("image-tokens", integer(1), 650, "mean tokens of an image"),
+            Option("image-cv", between(0, 10), 0.5, "coefficient of variation of that"),
         ),
         tasks=(
             needed("name", text, help="of the class of requests"),

@@ -29,7 +29,7 @@ from penstock.service.flight import ATTEMPTS, Flight, peers_of
 from penstock.service.flight import PATIENCE as RECOVERY
 from penstock.sim.events import Due, Priority
 from penstock.sim.instance import OutputBatch
-from penstock.sim.traffic import STOP, prompt_of
+from penstock.sim.traffic import STOP, media_of, prompt_of
 from penstock.workload.requests import WorkRequest
 
 PATIENCE = 1.0  # seconds that a request without a possible instance waits at the frontend
@@ -145,7 +145,7 @@ class SimFrontend:
 
     def arrive(self, now: float, work: WorkRequest) -> list[Due]:
         """A client sends a request."""
-        prompt, generates = prompt_of(work), work.output_tokens > 0
+        prompt, media, generates = prompt_of(work), media_of(work), work.output_tokens > 0
         limit = work.output_tokens if self._max_tokens is None else self._max_tokens
         request = Request(
             id=str(work.number),
@@ -159,6 +159,8 @@ class SimFrontend:
             ttft_ms=_milliseconds(work.ttft, work),
             tpot_ms=_milliseconds(work.tpot, work),
             offline=work.offline,
+            media=media,
+            pixels=(b"",) * len(media),  # nobody looks at them
         )
         record = SimRecord(
             work.number,

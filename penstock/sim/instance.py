@@ -376,7 +376,8 @@ class SimInstance:
             self._changed |= news
             self._deltas.hurries |= news
             self._report(now, outputs)
-        self.scheduler.measurements.ran(stride.plan, began, ends, before)
+        if not stride.plan.has_media:  # as an engine does
+            self.scheduler.measurements.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
         lengths = self._lengths
@@ -588,6 +589,8 @@ class SimInstance:
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()
+        if self._pace.embeddings is not None:
+            self._pace.embeddings.check()
 
 
 def _fetches(letter: Letter) -> bool:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.plan import StepPlan
+from penstock.core.sizes import MEDIA_CACHE
+from penstock.kv.embeddings import EmbeddingLedger
 from penstock.sched.local import Scheduler
 from penstock.sched.steptime import StepTime
 from penstock.sim.repeat import again, repeatable
@@ -33,10 +35,15 @@ class StepTimer:
             and now and then much longer, as real ones are.
         rng: of the noise. The n-th step of an instance has the n-th draw, whatever the steps are, so that two policies
             are compared on the same random sequence.
+
+    Attributes:
+        embeddings: of images; None where the model sees none.
     """
 
     def __init__(self, times: StepTime, noise: float, rng: np.random.Generator) -> None:
         self._times = times
+        tower = times.shape.vision
+        self.embeddings = None if tower is None else EmbeddingLedger(MEDIA_CACHE // tower.token_bytes)
         self._seconds = 1e-3  # per ms of the model
         self._noise = noise
         self._rng = rng
@@ -53,6 +60,10 @@ class StepTimer:
     def step(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
         work = plan.work
+        images = self.embeddings.meet(plan) if self.embeddings is not None else []
+        if images:
+            ms = self._times.step_ms(*work) + self._times.encode_ms(images)
+            return self._noisy(ms + self._times.copy_ms(plan.copied_tokens))
         if not work.prefills:
             read = self._times.seen(work.decodes, work.kv_tokens)
             return self._noisy(self._step_ms(work.decodes) + self._kv_ms * read)
