@@ -25,7 +25,7 @@ MediaKind = Literal["image", "video"]
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
     """Tokens of a prompt that stand for an image or a video: [start, start + length). Its pixels travel beside it
-    (`Request.pixels`).
+    (`Request.pixels`), or what the model makes of them.
 
     Attributes:
         digest: of its content, and of whatever decides what the model makes of it.
@@ -33,6 +33,8 @@ class MediaSpan:
         interval: between two frames in time, as positions of a rotation that knows of time count it.
         shape: frames, height and width of its pixels.
         source: height and width of the image that these were made of, where the model wants to know.
+        embedded: another engine has looked at it: in place of its pixels there are the bytes of its embeddings,
+            [length, hidden] in the model's dtype.
     """
 
     start: int
@@ -43,6 +45,7 @@ class MediaSpan:
     interval: float = 1.0
     shape: tuple[int, int, int] = (1, 1, 1)
     source: tuple[int, int] = (0, 0)
+    embedded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,9 +58,12 @@ class MediaEmbeddings:
             self._kept.move_to_end(span.digest)
             self.found += 1
             return kept
-        self.looked += 1
-        image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(*span.shape, 3)
-        made = model.look_at(span, image.to(model.device))
+        if span.embedded:
+            made = torch.frombuffer(bytearray(pixels), dtype=model.dtype).view(span.length, -1).to(model.device)
+        else:
+            self.looked += 1
+            image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(*span.shape, 3)
+            made = model.look_at(span, image.to(model.device))
         assert made.shape == (span.length, model.config.hidden_size)
         self._kept[span.digest] = made
         self._bytes += made.nbytes

@@ -35,7 +35,7 @@ from penstock.engine.modelled_tier import open_modelled_store, open_modelled_tie
 from penstock.engine.mover import PIECE
 from penstock.engine.poison import Poison
 from penstock.engine.remote_tier import check_remote_tier
-from penstock.kv.embeddings import EmbeddingLedger
+from penstock.kv.embedding_ledger import EmbeddingLedger
 from penstock.kv.groups import WHOLE, Windows, longest_sequence
 from penstock.kv.keys import TAIL_INTERVAL, root_key
 from penstock.kv.pool import BlockPool, Published

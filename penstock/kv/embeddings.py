@@ -1,53 +1,88 @@
-"""Which images' embeddings an instance keeps, as numbers: what an engine of a modelled device has in their place."""
+"""What a model makes of images, as bytes in the host's memory: an engine's own, from which other engines take it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
+from zlib import crc32
 
-from penstock.core.plan import StepPlan
 
-
-class EmbeddingLedger:
-    """The images that were looked at last, by their digest; the least recently used make room.
-
-    Args:
-        most: tokens of them that are kept.
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Of one image or video.
 
     Attributes:
-        looked: how often one was looked at; `found`: how often one was here.
+        data: [tokens, hidden], in the model's dtype.
+        checksum: of that, from when it was made.
+    """
+
+    data: bytes
+    checksum: int
+
+    @classmethod
+    def of(cls, data: bytes) -> Embedding:
+        return cls(data, crc32(data))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is what was made."""
+        return crc32(self.data) == self.checksum
+
+
+class EmbeddingCache:
+    """The embeddings that were used last, by their digest, in so many bytes.
+
+    Attributes:
+        found: how often one was here that was asked for.
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._tokens = most, 0
-        self._kept: OrderedDict[bytes, int] = OrderedDict()
-        self.looked = self.found = 0
+        self._most, self._bytes = most, 0
+        self._kept: OrderedDict[bytes, Embedding] = OrderedDict()
+        self._added: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+        self.found = 0
 
-    def meet(self, plan: StepPlan) -> list[int]:
-        """Tokens of each image that a step has to look at: one of whose tokens it computes some, and that is not here.
-        It is, from now on."""
-        return [
-            span.length
-            for step in plan.sequences
-            if step.pixels
-            for span in step.media
-            if span.start < step.start + len(step.tokens)
-            and step.start < span.start + span.length
-            and not self.keep(span.digest, span.length)
-        ]
+    def __len__(self) -> int:
+        return len(self._kept)
 
-    def keep(self, digest: bytes, tokens: int) -> bool:
-        """Whether an image is here; it is, from now on."""
-        if digest in self._kept:
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        return self._bytes
+
+    def keys(self) -> list[bytes]:
+        return list(self._kept)
+
+    def get(self, digest: bytes) -> Embedding | None:
+        kept = self._kept.get(digest)
+        if kept is not None:
             self._kept.move_to_end(digest)
             self.found += 1
-            return True
-        self.looked += 1
-        self._kept[digest] = tokens
-        self._tokens += tokens
-        while self._tokens > self._most:
-            self._tokens -= self._kept.popitem(last=False)[1]
-        return False
+        return kept
+
+    def put(self, digest: bytes, embedding: Embedding) -> None:
+        """Keep it, and let go of those that were used longest ago; one that is larger than all is not kept."""
+        if digest in self._kept or len(embedding.data) > self._most:
+            return
+        self._kept[digest] = embedding
+        self._bytes += len(embedding.data)
+        self._added[digest] = None
+        self._removed.pop(digest, None)
+        while self._bytes > self._most:
+            oldest, gone = self._kept.popitem(last=False)
+            self._bytes -= len(gone.data)
+            self._added.pop(oldest, None)
+            self._removed[oldest] = None
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """What has come and what has gone since the last call."""
+        changes = list(self._added), list(self._removed)
+        self._added, self._removed = {}, {}
+        return changes
 
     def check(self) -> None:
         """Raise AssertionError unless what is kept is within its bounds."""
-        assert self._tokens == sum(self._kept.values()) <= self._most
+        assert self._bytes == sum(len(kept.data) for kept in self._kept.values()) <= self._most
+        assert self._added.keys() <= self._kept.keys()
+        assert not self._removed.keys() & self._kept.keys()

@@ -514,6 +514,9 @@ class Metrics:
             "structured_requests", "Prompts whose outputs are to have a form, by what says which", "kind", KINDS
         )
         self._handoffs = self._counter("handoffs", "Sequences that went on in another instance after their prompt")
+        self._lacking = self._counter(
+            "image_fallbacks", "Images that another instance was to look at, and that were looked at where prefilled"
+        )
         self._make_recoveries()
         self._hedged = self._counters(
             "hedged_requests",
@@ -735,6 +738,11 @@ class Metrics:
     def observe_hedge(self, how: Literal["overtaken", "returned"]) -> None:
         """A sequence was tried elsewhere while its engine stood still, and goes on at one of both."""
         self._hedged[how].inc()
+
+    @_later
+    def observe_lacking(self, images: int) -> None:
+        """Nothing came of what another instance was to make of so many images."""
+        self._lacking.inc(images)
 
     @_later
     def observe_isolation(self, verdict: Literal["suspected", "refused"]) -> None:

@@ -21,12 +21,16 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
+    Encode,
     Enqueue,
     Event,
     Failed,
     Fetched,
+    ImageSource,
+    Lacking,
     Migrate,
     Peer,
+    Pixels,
     Ready,
     Refused,
     Role,
@@ -52,6 +56,7 @@ from penstock.core.wire.master import (
 )
 from penstock.obs.logs import quoted
 from penstock.obs.metrics import Metrics
+from penstock.sched.local.awaited_images import without_images
 from penstock.service.channel import Channels, EngineChannel
 from penstock.service.fallback import least_loaded
 from penstock.service.flight import AGAIN, ATTEMPTS, PATIENCE, Flight, peers_of
@@ -453,8 +458,33 @@ class EngineClient:
         first, source = flight.here, placed.source
         if source is not None and source.peer is not None and not self._reaches(source.peer):
             source = None  # it is computed
-        command = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source)
+        images = [image for image in placed.images if self._reaches(image.peer)]
+        self._encode(flight, images)
+        request = without_images(request, {image.digest for image in images})
+        command = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source, images)
         self._channels.send(first.name, command)
+
+    def _encode(self, flight: Flight[Generation], images: Sequence[ImageSource]) -> None:
+        """Have others look at its images, where its prompt is not prefilled."""
+        request = flight.request
+        for peer in {image.peer.name: image.peer for image in images if image.encodes}.values():
+            theirs = {image.digest for image in images if image.encodes and image.peer == peer}
+            spans = {s.digest: (s, p) for s, p in zip(request.media, request.pixels, strict=True) if s.digest in theirs}
+            media, pixels = [s for s, _ in spans.values()], [p for _, p in spans.values()]
+            self._channels.send(peer.name, Encode(peer.incarnation, flight.id, media, pixels))
+
+    def _send_pixels(self, instance: Instance, said: Lacking) -> None:
+        """Nobody else has looked at these images: whoever prefills the prompt does."""
+        flight = self.flights.get(said.request_id)
+        if flight is None or said.generation != flight.attempt or not instance.is_current(said.incarnation):
+            return
+        request = flight.request
+        pixels = dict(zip((span.digest for span in request.media), request.pixels, strict=True))
+        lacking = [(digest, pixels[digest]) for digest in said.digests if digest in pixels]
+        self._channels.send(instance.name, Pixels(said.incarnation, flight.id, flight.attempt, lacking))
+        self._metrics.observe_lacking(len(lacking))
+        text = "request %s: %s looks at %d of its images itself: %s"
+        log.warning(text, quoted(flight.id), instance.name, len(lacking), said.reason)
 
     def _routed(self, flight: Flight[Generation]) -> None:
         """Tell its owner where it runs."""
@@ -716,6 +746,8 @@ class EngineClient:
                 flight = self.flights.get(event.request_id)
                 if flight is not None:
                     flight.fetched(instance.name, event)
+            case Lacking():
+                self._send_pixels(instance, event)
             case Failed(message=message, requests=requests):
                 if instance.ready is not None:
                     self._learn(life_of(instance.ready.peer), requests)

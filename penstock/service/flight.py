@@ -12,7 +12,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import FinishReason, Request, TokenOutput
 from penstock.core.structured_outputs import FIELD
 from penstock.core.wire.engine import LEASE, Fetched, Leg, Peer, Stayed
-from penstock.core.wire.master import Outcome, Place, Placed, Recovery
+from penstock.core.wire.master import Outcome, Place, Placed, PlacedImage, Recovery
 from penstock.kv.keys import extend_keys, salted
 
 AGAIN = "the request can be sent again"  # appended to errors of requests that were valid
@@ -223,6 +223,7 @@ class Flight(Generic[Owner]):
             patience,
             bool(self.interrupted),
             self._held is not None,
+            [PlacedImage(digest, tokens) for digest, tokens in {s.digest: s.length for s in request.media}.items()],
         )
 
     def waited(self, now: float) -> float:

@@ -24,6 +24,7 @@ from penstock.core.wire.engine import (
     Failed,
     Leg,
     LinkFailed,
+    MediaRoute,
     Ready,
     Role,
     SetRole,
@@ -78,6 +79,7 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.fleet_account import FleetAccount
+from penstock.service.image_places import EMBEDDINGS, ImagePlaces
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.kv_sources import KVSources, brought_by
 from penstock.service.mesh import Mesh
@@ -106,8 +108,10 @@ class Master:
         fleet: what scaling may do; None when nothing is ever started or stopped.
         recorder: gets every decision.
         slow: says which instances are restarted because they are slow; None where none ever is.
+        media_route: which stages of requests with images are together, as `ImagePlaces` has it.
 
     Attributes:
+        images: who looks at the images of requests.
         joined: the answer to a frontend that registers.
         index: which instance has which prefix, for policies that use it; empty for others.
         ideal: what a cache without end would have found; None where prompts come without keys.
@@ -124,6 +128,7 @@ class Master:
         fleet: FleetLimits | None = None,
         recorder: Recorder | None = None,
         slow: SlowInstances | None = None,
+        media_route: MediaRoute | None = None,
     ) -> None:
         self.index = ClusterIndex()
         self.wake = inf
@@ -132,6 +137,7 @@ class Master:
         self._touched: set[str] = set()  # sessions that have changed
         self._roster = Roster(self._sessions, self._touched)
         self._sources = KVSources(self.index, self._sessions, self._roster)
+        self.images = ImagePlaces(self._sessions, self._roster, media_route)
         dynamic = policies.roles is not None and policies.roles.dynamic
         self._mesh = Mesh(self._sessions, everybody=dynamic or policies.scaling is not None)
         self._policies, self._rng, self._recorder = policies, rng, recorder
@@ -214,6 +220,8 @@ class Master:
         self._readmit(now)
         self._renew_first(now)
         actions += self._refuse_hopeless(now)
+        if self._policies.media is not None:
+            actions += self._route_media(self._policies.media.choose(self._view(now)))
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
         if self._policies.balance is not None and self._in_flight:
@@ -227,6 +235,13 @@ class Master:
             self._look_at = now + LOOK
             actions += self._restart_slow(now, self._slow)
         return actions + self._retire(now)
+
+    def _route_media(self, route: MediaRoute | None) -> list[Action]:
+        """Requests with images go this way from now on; those that are placed go on as they were."""
+        before, self.images.route = self.images.route, route
+        if route == before:
+            return []
+        return [Notice(f"requests with images are placed as {route or 'roles have it'}, before as {before or 'those'}")]
 
     # --- instances
 
@@ -273,9 +288,13 @@ class Master:
             case Stopped() if session is not None and event.incarnation == session.peer.incarnation:
                 return self._leave(name, "it was stopped")
             case CacheDelta() if session is not None and event.incarnation == session.peer.incarnation:
-                if self.ideal is not None and (event.tier == DEVICE or event.whole):  # as what a disk has kept
+                embeddings = event.tier == EMBEDDINGS
+                if (
+                    self.ideal is not None and not embeddings and (event.tier == DEVICE or event.whole)
+                ):  # as what a disk has kept
                     self.ideal.learn(event.added)
-                if not self.index.apply(name, event) and now - session.asked >= ASK_AGAIN:
+                index = self.images if embeddings else self.index
+                if not index.apply(name, event) and now - session.asked >= ASK_AGAIN:
                     session.asked = now
                     return [ToEngine(name, AskCache(event.incarnation))]
             case LinkFailed(peer=peer, message=message) if session is not None:
@@ -315,6 +334,7 @@ class Master:
         for sequence in self._unplaceable.values():  # this incarnation has failed none of them
             sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
         self.index.forget(name)
+        self.images.forget(name)
         if ready.store:
             self.index.share(name, ready.store)
             if self.ideal is not None:
@@ -337,6 +357,7 @@ class Master:
         self._restarting.pop(name, None)
         self.index.leave(name, session.ready.kv_pool)
         self._sources.forget(name)
+        self.images.forget(name)
         self._roster.sessions_changed()
         return [Notice(f"{name} has gone: {why}"), *self._mesh.leave(name)]
 
@@ -471,6 +492,7 @@ class Master:
 
     def _with_cached(self, now: float, demand: Demand, place: Place) -> Demand:
         """With what each instance has of the prompt now, and who lends it to others."""
+        demand = self.images.with_images(now, demand, place.images)
         if not place.keys:
             return demand
         found = self.index.match(place.keys)
@@ -508,6 +530,8 @@ class Master:
         if not demand.max_tokens and decision.decode is not None:  # nothing is left to do after a prompt to embed
             costs = {stage: own for stage, own in decision.costs.items() if stage != "decode"}
             decision = msgspec.structs.replace(decision, decode=None, costs=costs)
+        if place.images and self.images.route == "EPD":
+            decision = msgspec.structs.replace(decision, decode=None, open=False)
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
         source = None
         if place.keys:
@@ -516,6 +540,11 @@ class Master:
             decision = msgspec.structs.replace(decision, way=way)
             demand = sequence.demand = brought_by(demand, {prefiller.name: way})
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
+        images = self.images.sources(now, key, place.images, prefiller, home) if place.images else []
+        if looking := sorted({image.peer.name for image in images}):
+            decision = msgspec.structs.replace(
+                decision, reason=_told(decision.reason, f"images at {', '.join(looking)}")
+            )
         legs = [Leg("prefill", prefiller.peer)]
         sequence.open = decision.open and demand.max_tokens > 1
         if home is not prefiller or sequence.open:
@@ -533,6 +562,7 @@ class Master:
             source,
             None if predicted is None else predicted.ms,
             None if predicted is None else predicted.recompute_ms,
+            images,
         )
         self._in_flight[key] = sequence
         prefiller.add_prompt(now, demand)
@@ -580,6 +610,7 @@ class Master:
 
     def _begin(self, now: float, key: Key) -> None:
         flight = self._in_flight.get(key)
+        self.images.seen(key)
         if flight is not None:
             flight.prefiller.prompt_done(now, key)
             flight.home.begin(key)
@@ -690,6 +721,7 @@ class Master:
         queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)
         over = self._in_flight.pop(key, None)
         self._prefilled.pop(key, None)
+        self.images.seen(key)
         if self._recorder is not None and (over or (queued and queued.counted)):
             self._recorder.ended(now, key[1], key[0], outcome, refused)
         if over is None:
@@ -887,6 +919,7 @@ class Master:
         self._queue.check()
         self._backlog.check()
         self._mesh.check()
+        self.images.check()
         assert all(self._in_flight.get(key) is flight for key, flight in self._prefilled.items()), "it is over"
         held = [*self._queue, *self._backlog, *self._unplaceable, *self._in_flight]
         assert len(held) == len(set(held)), "a sequence is in two places"
@@ -895,6 +928,11 @@ class Master:
 def _roomy(sessions: Iterable[InstanceSession]) -> list[InstanceSession]:
     """Those that have any room now."""
     return [s for s in sessions if (load := s.view()).requests < load.max_sequences and load.free_blocks > 0]
+
+
+def _told(reason: str, more: str) -> str:
+    """A reason with further details."""
+    return f"{reason}{', ' if ':' in reason else ': '}{more}"
 
 
 def _target(milliseconds: float | None) -> float:

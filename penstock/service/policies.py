@@ -13,6 +13,7 @@ from penstock.sched.cluster import (
     Colocated,
     ColocatedRoles,
     DispatchPolicy,
+    MediaPolicy,
     MigrationPolicy,
     PrioritySLO,
     RolePolicy,
@@ -39,6 +40,7 @@ class Policies:
         migration: decides who decodes, where `dispatch` leaves that open; None where it never does.
         balance: moves what runs; None moves only what instances that drain have.
         priorities: targets by priority, for requests without any; None leaves them without.
+        media: decides which stages of requests with images are together; None leaves that as it was set.
     """
 
     dispatch: DispatchPolicy
@@ -47,6 +49,7 @@ class Policies:
     roles: RolePolicy | None = None
     scaling: ScalingPolicy | None = None
     priorities: PrioritySLO | None = None
+    media: MediaPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

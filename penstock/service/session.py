@@ -73,6 +73,7 @@ class InstanceSession:
         prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was sampled.
+        encodes: image tokens that it is to look at for others, by key.
         load: what policies see of it; None when that has changed.
         touched: gets its name on every change, and when it reports after a silence.
         peer, name: from its `Ready`.
@@ -93,6 +94,7 @@ class InstanceSession:
     prompts: dict[Key, Prompt] = field(default_factory=dict)
     homes: dict[Key, Demand] = field(default_factory=dict)
     begun: set[Key] = field(default_factory=set)
+    encodes: dict[Key, int] = field(default_factory=dict)
     load: InstanceLoad | None = None
     touched: set[str] = field(default_factory=set)
     peer: Peer = field(init=False)
@@ -135,7 +137,7 @@ class InstanceSession:
         """Whether it has no requests left, as far as is known."""
         seen = self.snapshot
         quiet = seen is None or not (seen.running or seen.waiting or seen.migrating or seen.reserved_blocks)
-        return quiet and not self.homes and not self.prompts
+        return quiet and not self.homes and not self.prompts and not self.encodes
 
     @property
     def times(self) -> StepTime:
@@ -195,6 +197,25 @@ class InstanceSession:
         if not demand.offline:
             self._free_at = max(self._free_at, now) + seconds
         self.changed()
+
+    def encode(self, key: Key, tokens: int) -> None:
+        """It is to look at an image of a request."""
+        self.encodes[key] = self.encodes.get(key, 0) + tokens
+        self.changed()
+
+    def encoded(self, key: Key) -> None:
+        """It has, or need not any more."""
+        if self.encodes.pop(key, None) is not None:
+            self.changed()
+
+    @property
+    def encoding_tokens(self) -> int:
+        return sum(self.encodes.values())
+
+    @property
+    def encode_ms(self) -> float | None:
+        """Of an image's token, as it measured lately."""
+        return None if self.snapshot is None else self.snapshot.encode_ms
 
     def prompt_done(self, now: float, key: Key) -> None:
         """Its prompt is prefilled, or no longer wanted."""
@@ -312,6 +333,8 @@ class InstanceSession:
             fetch_ms=None if seen is None else seen.fetch_ms,
             fetch_wait_ms=None if seen is None else seen.fetch_wait_ms,
             load_ms={} if seen is None else seen.load_ms,
+            encoding_tokens=self.encoding_tokens,
+            encode_ms=self.encode_ms,
             peers=self.peers,
             unlinked=self.unlinked,
         )

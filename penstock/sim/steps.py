@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.core.plan import StepPlan
 from penstock.core.sizes import MEDIA_CACHE
-from penstock.kv.embeddings import EmbeddingLedger
+from penstock.kv.embedding_ledger import EmbeddingLedger
 from penstock.sched.local import Scheduler
 from penstock.sched.steptime import StepTime
 from penstock.sim.repeat import again, repeatable

@@ -16,7 +16,7 @@ from itertools import islice
 from zlib import crc32
 
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, PeerMessage, Push, Sent
+from penstock.core.wire.handoff import Commit, EmbeddingPart, PeerMessage, Push, Sent
 from penstock.transfer.frames import HEADER_BYTES, MAX_BODY, MAX_GREETING, Frame, Handshake, Header, read_header
 from penstock.transfer.tls import TLSSocket
 
@@ -293,7 +293,7 @@ class PeerLink:
     def connection_for(self, message: object) -> PeerConnection:
         """The connection that a message goes over."""
         index = 0
-        if isinstance(message, Push | Sent | Commit) and len(self.connections) > 1:
+        if isinstance(message, Push | Sent | Commit | EmbeddingPart) and len(self.connections) > 1:
             index = 1 + crc32(message.lease.request_id.encode()) % (len(self.connections) - 1)
         connection = self.connections[index]
         assert connection is not None

@@ -161,6 +161,9 @@ class Node:
     def failed(self, output):
         self.world.receive(self.peer.name, output)
 
+    def embedded(self, digest, came, why):
+        raise AssertionError("nobody sends images")
+
     def fetched(self, request_id, tokens, ms):
         self.world.fetched[request_id] = tokens
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.request import MediaSpan
-from penstock.kv.embeddings import EmbeddingLedger
+from penstock.kv.embedding_ledger import EmbeddingLedger
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.traffic import IMAGE, media_of, prompt_of
 from penstock.workload.requests import WorkImage

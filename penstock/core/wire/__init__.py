@@ -11,4 +11,4 @@ a unique number. Messages for one incarnation are refused by every other. A *gen
 request: what belongs to an earlier attempt is dropped.
 """
 
-PROTOCOL = 18
+PROTOCOL = 19

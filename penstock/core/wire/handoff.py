@@ -21,6 +21,8 @@ One instance fetches blocks of a prompt from another that has them, and no reque
                        <-        Push, Push, ...
     Release            ->                       it needs no more
 
+And what a model makes of images goes from who has looked at them to who prefills (`sched.local.handoff.embeddings`).
+
 Every message may be lost, late, duplicated or out of order. A side that receives nothing ends the lease at its
 deadline.
 """
@@ -33,6 +35,7 @@ from penstock.core.request import Request
 from penstock.core.wire.codec import decoder
 
 FETCH = -1  # the attempt of a fetch
+IMAGE = -2  # the same where what was made of images is taken
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -179,6 +182,41 @@ class Lent(msgspec.Struct, tag=True, frozen=True):
     have: int
 
 
+class AskEmbedding(msgspec.Struct, tag=True, frozen=True):
+    """Send what the model makes of an image, from byte `start` on, once it is there.
+
+    Attributes:
+        lease: of a request that wants it; it holds nothing at the other side.
+    """
+
+    lease: Lease
+    digest: bytes
+    start: int
+
+
+class EmbeddingPart(msgspec.Struct, tag=True, frozen=True):
+    """Bytes of it.
+
+    Attributes:
+        size, checksum: of all its bytes, from when it was made.
+    """
+
+    lease: Lease
+    digest: bytes
+    start: int
+    size: int
+    checksum: int
+    data: bytes
+
+
+class NoEmbedding(msgspec.Struct, tag=True, frozen=True):
+    """It is not there, and will not be."""
+
+    lease: Lease
+    digest: bytes
+    reason: str
+
+
 class Release(msgspec.Struct, tag=True, frozen=True):
     """The sender holds nothing under this lease any longer."""
 
@@ -200,6 +238,9 @@ PeerMessage = (
     | Committed
     | Fetch
     | Lent
+    | AskEmbedding
+    | EmbeddingPart
+    | NoEmbedding
     | Release
 )
 

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
-from penstock.core.wire.engine import Leg, Peer, Role, Source, Stage
+from penstock.core.wire.engine import ImageSource, Leg, Peer, Role, Source, Stage
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -60,6 +60,13 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     protocol: int = PROTOCOL
 
 
+class PlacedImage(msgspec.Struct, frozen=True):
+    """An image or a video of a prompt: its digest, and how many tokens stand for it."""
+
+    digest: bytes
+    tokens: int
+
+
 class Place(msgspec.Struct, tag=True, frozen=True):
     """Asks where a sequence is to run.
 
@@ -77,6 +84,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
         patience: seconds that it waits for an instance that could take it, when there is none.
         interrupted: it ran before, on an instance that was lost or may hang.
         hedged: it still runs there, on one that may hang: it gets a place only where there is room for it now.
+        images: of its prompt, each once.
     """
 
     request_id: str
@@ -94,6 +102,7 @@ class Place(msgspec.Struct, tag=True, frozen=True):
     patience: float = 0.0
     interrupted: bool = False
     hedged: bool = False
+    images: list[PlacedImage] = []
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
@@ -390,6 +399,7 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
         source: from where it is to bring KV that it lacks before it is prefilled; None computes that.
         next_ms: from now to the next token of an interrupted sequence, as predicted.
         recompute_ms: the same, if nothing were brought.
+        images: who else looks at its images, or has done so; who prefills looks at all others.
     """
 
     request_id: str
@@ -403,6 +413,7 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     source: Source | None = None
     next_ms: float | None = None
     recompute_ms: float | None = None
+    images: list[ImageSource] = []
 
     def at(self, stage: Stage) -> Peer | None:
         """Who takes it over for a stage, or begins with it."""

@@ -59,6 +59,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         fetches: whether it can be sent KV that another instance has.
         fetch_ms: of one KV block from another instance, likewise; fetch_wait_ms: until the first of them comes.
         load_ms: tier below its device -> of one KV block from there, likewise, or as the instance believes.
+        encoding_tokens: of images that it is to look at for others.
+        encode_ms: of an image's token, as measured lately; None before there is a measurement.
         peers: instances that it can hand a request over to.
         unlinked: failed peer links: name -> reason.
     """
@@ -89,6 +91,8 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     fetch_ms: float | None = None
     fetch_wait_ms: float | None = None
     load_ms: Mapping[str, float] = field(default_factory=dict)
+    encoding_tokens: int = 0
+    encode_ms: float | None = None
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
 
@@ -134,9 +138,11 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         return ms / 1e3
 
     def begins_at(self, now: float, demand: Demand) -> float:
-        """When it begins to prefill a prompt, as predicted: the prompts before it are prefilled by then, and what of it
-        lies below the device is there."""
+        """When it begins to prefill a prompt, as predicted: the prompts before it are prefilled by then, what of it
+        lies below the device is there, and its images are seen."""
         begins = max(now + demand.brought_in.get(self.name, 0.0), self.free_at)
+        if demand.images_in:
+            begins = max(now + demand.images_in.get(self.name, 0.0), begins)
         if self.name in demand.loads:
             return max(now + self.load_seconds(demand), begins)
         return begins
@@ -176,6 +182,9 @@ class Demand(Struct, frozen=True, kw_only=True):
         brought: instance -> leading prompt tokens that it will have when it has brought what it lacks from elsewhere,
             where that is the sooner; before it is placed, only of interrupted ones.
         brought_in: instance -> seconds that this takes.
+        image_tokens: of the prompt, that stand for images.
+        images_at: instance -> how many of its images it has looked at before, or is about to.
+        images_in: instance -> seconds until what is seen in all of them is there, where it prefills.
     """
 
     key: Key
@@ -194,6 +203,9 @@ class Demand(Struct, frozen=True, kw_only=True):
     interrupted: bool = False
     brought: Mapping[str, int] = field(default_factory=dict)
     brought_in: Mapping[str, float] = field(default_factory=dict)
+    image_tokens: int = 0
+    images_at: Mapping[str, int] = field(default_factory=dict)
+    images_in: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def deadline(self) -> float:
@@ -385,6 +397,15 @@ class MigrationPolicy(Protocol):
         Args:
             prefilled: at least one, in order of their first tokens.
         """
+        ...
+
+
+class MediaPolicy(Protocol):
+    """Decides which stages of requests with images are together. Asked on every tick of the master; what it answers is
+    for requests that are placed from then on."""
+
+    def choose(self, view: ClusterView) -> engine.MediaRoute | None:
+        """None is "E+P+D" while there are instances of the role "encode", and otherwise "EP+D"."""
         ...
 
 

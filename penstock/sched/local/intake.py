@@ -17,14 +17,18 @@ from penstock.core.wire.engine import (
     Drain,
     Enqueue,
     Fetched,
+    Lacking,
     Migrate,
     Peer,
+    Pixels,
     Refused,
     Role,
     SetRole,
     Snapshot,
     Stayed,
 )
+from penstock.kv.embeddings import Embedding, EmbeddingCache
+from penstock.sched.local.awaited_images import AwaitedImages
 from penstock.sched.local.handoff import Handoffs, HandoffTransport, Orphans
 from penstock.sched.local.scheduler import Scheduler
 
@@ -62,6 +66,7 @@ class Intake:
         asleep: the level at which the engine sleeps, or is about to; 0 while it takes requests.
         frontends: the connected ones' names; None to accept all.
         handoffs: None where it takes no part in any.
+        images: requests that wait for what others make of their images; None likewise.
         news: request id -> the position of its next token to report; kept by servers that do not report every step.
     """
 
@@ -80,6 +85,7 @@ class Intake:
         self._failed: list[TokenOutput] = []
         self._stayed: list[tuple[str, Stayed]] = []
         self._fetched: list[tuple[str, Fetched]] = []
+        self.images: AwaitedImages | None = None
         self._vocab_size = vocab_size
         self._owner: dict[str, RequestOwner] = {}
 
@@ -95,9 +101,18 @@ class Intake:
         """All requests, with their owners."""
         return self._owner.items()
 
-    def hand_off(self, transport: HandoffTransport, lease: float, orphans: Orphans | None = None) -> Handoffs:
+    def hand_off(
+        self,
+        transport: HandoffTransport,
+        lease: float,
+        orphans: Orphans | None = None,
+        embeddings: EmbeddingCache | None = None,
+    ) -> Handoffs:
         """Take part in hand-offs from now on."""
-        self.handoffs = Handoffs(self.scheduler, transport, self, lease, orphans)
+        embeddings = EmbeddingCache(0) if embeddings is None else embeddings
+        self.images = AwaitedImages(self.peer.incarnation, embeddings)
+        self.handoffs = Handoffs(self.scheduler, transport, self, lease, orphans, embeddings)
+        self.images.side = self.handoffs.take_side
         return self.handoffs
 
     # --- commands
@@ -115,6 +130,16 @@ class Intake:
         owner = self._owner.get(request.id)
         if owner is not None and owner.frontend == frontend and owner.generation < generation:
             self._drop(frontend, [request.id])
+        if command.images:
+            if self.images is None:
+                return Refused(incarnation, request.id, "this instance takes no images from others")
+            self.images.cancel(request.id, frontend)
+            self.images.hold(now, frontend, command)
+            return None
+        return self._admit(now, frontend, command)
+
+    def _admit(self, now: float, frontend: str, command: Enqueue) -> Refused | None:
+        request, generation, incarnation = command.request, command.generation, self.peer.incarnation
         follows = command.route[0] if command.route else None
         stays = "" if follows is None else self._stays(request, follows.peer)
         if stays or (follows is not None and follows.peer is None and self.role != "prefill"):
@@ -136,6 +161,22 @@ class Intake:
         if stays:
             self._stay(frontend, request.id, generation, stays, command.route[0].peer)
         return None
+
+    def admit_seen(self, now: float) -> list[tuple[str, Lacking | Refused]]:
+        """Admit requests whose images are there by now. Returns whom to tell what of those that cannot be."""
+        if self.images is None or not (self.images.ready or self.images.lacking):
+            return []
+        told: list[tuple[str, Lacking | Refused]] = [*self.images.lacking]
+        ready, self.images.ready, self.images.lacking = self.images.ready, [], []
+        for frontend, command in ready:
+            if (refused := self._admit(now, frontend, command)) is not None:
+                told.append((frontend, refused))
+        return told
+
+    def pixels(self, frontend: str, command: Pixels) -> None:
+        """Of images that nobody else has looked at."""
+        if command.to == self.peer.incarnation and self.images is not None:
+            self.images.pixels(frontend, command)
 
     def migrate(self, now: float, frontend: str, command: Migrate) -> None:
         """Hand over a request that is here, or have its frontend told why not."""
@@ -189,6 +230,8 @@ class Intake:
         """A client was lost: cancel its requests."""
         if self.handoffs is not None:
             self.handoffs.drop_client(frontend)
+        if self.images is not None:
+            self.images.drop_client(frontend)
         for request_id in [r for r, owner in self._owner.items() if owner.frontend == frontend]:
             self._let_go(request_id)
 
@@ -222,6 +265,7 @@ class Intake:
         whole = scheduler.kv.as_whole
         waiting, prefill, running = scheduler.tokens_due()
         queue = None if self.handoffs is None else self.handoffs.decode_side.queue
+        held = 0 if self.images is None else len(self.images)
         return Snapshot(
             incarnation=self.peer.incarnation,
             sequence=0,
@@ -230,9 +274,9 @@ class Intake:
             draining=self.draining,
             asleep=self.asleep,
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            waiting=scheduler.num_waiting + held,
             migrating=scheduler.num_migrating,
-            waiting_tokens=waiting,
+            waiting_tokens=waiting + (0 if self.images is None else self.images.tokens),
             prefill_tokens=prefill,
             running_tokens=running,
             free_blocks=whole(scheduler.pool.available),
@@ -280,6 +324,10 @@ class Intake:
         said = Fetched(self.peer.incarnation, request_id, owner.generation, tokens, ms)
         self._fetched.append((owner.frontend, said))
 
+    def embedded(self, digest: bytes, came: Embedding | None, why: str) -> None:
+        assert self.images is not None
+        self.images.arrived(digest, came, why)
+
     # --- inside
 
     @property
@@ -292,6 +340,8 @@ class Intake:
         for request_id in request_ids:
             if self.handoffs is not None:
                 self.handoffs.cancel(request_id, frontend, generation)
+            if self.images is not None:
+                self.images.cancel(request_id, frontend, generation)
             owner = self._owner.get(request_id)
             if owner is not None and owner.frontend == frontend and owner.generation <= generation:
                 self._let_go(request_id)
@@ -324,6 +374,8 @@ class Intake:
         self.scheduler.check()
         if self.handoffs is not None:
             self.handoffs.check()
+        if self.images is not None:
+            self.images.check()
         here = self.scheduler.num_running + self.scheduler.num_waiting + self.scheduler.num_migrating
         assert len(self._owner) - len(self._failed) == here, "a request has no owner"
         assert self.news.keys() <= self._owner.keys(), "nobody waits for news of a request"

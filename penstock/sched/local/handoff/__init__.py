@@ -27,11 +27,14 @@ from penstock.core.request import Request
 from penstock.core.wire.engine import Peer, Source
 from penstock.core.wire.handoff import (
     Arrived,
+    AskEmbedding,
     Commit,
     Committed,
+    EmbeddingPart,
     Fetch,
     Lent,
     Missing,
+    NoEmbedding,
     Push,
     Rejected,
     Release,
@@ -41,7 +44,9 @@ from penstock.core.wire.handoff import (
     Sent,
     Waiting,
 )
+from penstock.kv.embeddings import EmbeddingCache
 from penstock.sched.local.handoff.decode_side import DecodeSide
+from penstock.sched.local.handoff.embeddings import GiveSide, TakeSide
 from penstock.sched.local.handoff.fetches import FetchSide, LendSide
 from penstock.sched.local.handoff.ports import HandoffTransport, Host, IncomingMessage, Orphans
 from penstock.sched.local.handoff.prefill_side import PrefillSide
@@ -57,6 +62,7 @@ class Handoffs:
     Args:
         lease: seconds of silence after which a hand-off is over.
         orphans: blocks that failed instances have left; None where there is no such place.
+        embeddings: what this engine has made of images, for others; None keeps nothing.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Handoffs:
         host: Host,
         lease: float,
         orphans: Orphans | None = None,
+        embeddings: EmbeddingCache | None = None,
     ) -> None:
         assert lease > 0
         self._scheduler, self._transport = scheduler, transport
@@ -73,11 +80,13 @@ class Handoffs:
         self.decode_side = DecodeSide(scheduler, transport, host, lease)
         self.fetch_side = FetchSide(scheduler, transport, host, lease, orphans)
         self.lend_side = LendSide(scheduler, transport, lease)
+        self.give_side = GiveSide(EmbeddingCache(0) if embeddings is None else embeddings, transport)
+        self.take_side = TakeSide(transport, host.embedded)
 
     @property
     def busy(self) -> bool:
         moves = self.prefill_side or self.decode_side or self.decode_side.pulls
-        return bool(moves or self.fetch_side or self.lend_side)
+        return bool(moves or self.fetch_side or self.lend_side or self.give_side or self.take_side)
 
     # --- called by the engine
 
@@ -126,6 +135,8 @@ class Handoffs:
         self.decode_side.lost(peer)
         self.fetch_side.lost(peer)
         self.lend_side.lost(peer)
+        self.give_side.lost(peer)
+        self.take_side.lost(peer)
 
     def collect(self, now: float) -> bool:
         """Take note of blocks that have come, and of those that never will; `on` does so too. Returns whether there
@@ -141,6 +152,8 @@ class Handoffs:
         self.decode_side.tick(now)
         self.fetch_side.tick(now)
         self.lend_side.tick(now)
+        self.give_side.tick(now)
+        self.take_side.tick(now)
 
     def on(self, now: float, incoming: IncomingMessage) -> None:
         """A message from a peer."""
@@ -150,6 +163,12 @@ class Handoffs:
                 self.lend_side.on_fetch(now, peer, fetch)
             case Lent() as lent:
                 self.fetch_side.on_lent(now, peer, lent)
+            case AskEmbedding() as ask:
+                self.give_side.on_ask(now, peer, ask)
+            case EmbeddingPart() as part:
+                self.take_side.on_part(now, peer, part)
+            case NoEmbedding() as none:
+                self.take_side.on_none(peer, none)
             case Push(lease=lease) as push if lease.fetches:
                 self.fetch_side.on_push(now, incoming, push)
             case Release(lease=lease) if lease.fetches:
@@ -195,6 +214,9 @@ class Handoffs:
             "fetched_blocks": self.fetch_side.fetched_blocks,
             "remapped_blocks": self.fetch_side.remapped_blocks,
             "loans": len(self.lend_side),
+            "given_embeddings": self.give_side.given,
+            "taken_embeddings": self.take_side.taken,
+            "failed_embeddings": self.take_side.failed,
             "handoffs_completed": self.prefill_side.completed,
             "handoffs_abandoned": self.prefill_side.abandoned,
         }

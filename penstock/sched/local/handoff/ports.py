@@ -9,6 +9,7 @@ from penstock.core.request import Request, TokenOutput
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import PeerMessage
 from penstock.kv.connector import Move, Moved
+from penstock.kv.embeddings import Embedding
 
 
 class IncomingMessage(Protocol):
@@ -68,6 +69,10 @@ class Host(Protocol):
 
     def fetched(self, request_id: str, tokens: int, ms: float) -> None:
         """So many tokens of a request were fetched; it waits for no more."""
+        ...
+
+    def embedded(self, digest: bytes, came: Embedding | None, why: str) -> None:
+        """What another engine has made of an image is here; or it will not come, and why."""
         ...
 
 
