@@ -120,10 +120,14 @@ def make_tables() -> ScenarioTables:
             Option("slowdown", between(0.01, 100), 1.0, "factor on all times of the device"),
             Option("step-time-error", between(0.01, 100), 1.0, "factor by which steps are believed to take longer"),
             *(engine[name] for name in names),
+            Option("stage-scheduling", switch, True, "images and prompts in steps of some length; else all at once"),
             Option("host-cache-memory", size, None, "of a tier of KV cache in the host's memory, such as 64G"),
             Option("remote-cache-size", size, None, "of a store that all instances share"),
         ),
-        instances=GROUP,
+        instances=(
+            *GROUP,
+            Option("encodes", switch, False, "of role decode: they look at the images of prompts, the route ED+P"),
+        ),
         scaling=(
             needed("least", integer(1, 4096), help="instances that serve"),
             needed("most", integer(1, 4096), help="instances that run, start or drain"),

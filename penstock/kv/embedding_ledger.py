@@ -32,21 +32,21 @@ class EmbeddingLedger:
             for span in step.media
             if span.start < step.start + len(step.tokens)
             and step.start < span.start + span.length
-            and not self.keep(span.digest, span.length)
+            and not self.keep(span.digest, span.length, made=span.embedded)
         ]
 
-    def keep(self, digest: bytes, tokens: int) -> bool:
-        """Whether an image is here; it is, from now on."""
+    def keep(self, digest: bytes, tokens: int, *, made: bool = False) -> bool:
+        """Whether an image need not be looked at: it is here, from now on, or others have `made` it."""
         if digest in self._kept:
             self._kept.move_to_end(digest)
             self.found += 1
             return True
-        self.looked += 1
+        self.looked += not made
         self._kept[digest] = tokens
         self._tokens += tokens
         while self._tokens > self._most:
             self._tokens -= self._kept.popitem(last=False)[1]
-        return False
+        return made
 
     def check(self) -> None:
         """Raise AssertionError unless what is kept is within its bounds."""

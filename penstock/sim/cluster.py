@@ -13,6 +13,7 @@ from penstock.core.wire.engine import (
     Command,
     Event,
     Fetched,
+    Lacking,
     LinkPeer,
     Peer,
     Ready,
@@ -68,6 +69,7 @@ from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
 from penstock.sim.store import SimStore
+from penstock.sim.tower import SimTower
 from penstock.sim.wires import MemoryCarrier, Orphan, PeerArrival, SharedOrphans, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -154,6 +156,7 @@ class Cluster:
             fleet=_fleet(scenario.scaling),
             recorder=_Costs(self.records, self.changes, recorder),
             slow=_slow(scenario),
+            media_route="ED+P" if any(group.encodes for group in groups) else None,
         )
         self._woken = inf  # when the master is to be woken, and only then
 
@@ -338,6 +341,7 @@ class Cluster:
             weights_from=path,
             kv_pool="" if self._depot is None else POOL,
             store="" if self._store is None else self._store.name,
+            embedding_size=0 if group.times.shape.vision is None else group.times.shape.vision.width,
         )
         source, pool = self._pool(place)
         scheduler = self._scheduler(group, pool)
@@ -355,6 +359,7 @@ class Cluster:
             ways={tier: TierWay(seconds) for tier, seconds in group.tier_seconds.items()},
             orphans=None if source is None else SharedOrphans(self._orphans, source, each),
             strides=self._strides,
+            tower=_tower(group),
         )
         self.frontend.greet(ready)
         return place.instance.start(now)
@@ -502,13 +507,13 @@ class Cluster:
         return self._at_master(FromEngine(name, event), now)
 
     def to_frontend(
-        self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed | Fetched
+        self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed | Fetched | Lacking
     ) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))
 
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due:
-        block_bytes = self.places[sender.name].group.block_bytes
-        at = max(self._wires.arrival(now, sender.name, peer.name, m, block_bytes) for m in messages)
+        group = self.places[sender.name].group
+        at = max(self._wires.arrival(now, sender.name, peer.name, m, group.sent_bytes(m)) for m in messages)
         arrivals = [PeerArrival(sender, message) for message in messages]
         return Due(at, Priority.MESSAGE, partial(self._at_peer, peer, arrivals))
 
@@ -568,6 +573,13 @@ class _Costs:
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None:
         if self._other is not None:
             self._other.ended(now, request_id, frontend, outcome, refused)
+
+
+def _tower(group: InstanceGroup) -> SimTower | None:
+    """Of one that sees. An image waits for no step that is longer than steps may be."""
+    if group.times.shape.vision is None:
+        return None
+    return SimTower(group.times, group.limit.most if group.stage_scheduling else None)
 
 
 def _fleet(scaling: Scaling | None) -> FleetLimits | None:

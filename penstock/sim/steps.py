@@ -7,7 +7,7 @@ without a decision between them are a stride; what of the scheduler is left out 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +57,10 @@ class StepTimer:
         """Steps take so many times as long from now on."""
         self._seconds *= factor
 
-    def step(self, plan: StepPlan) -> float:
-        """Seconds that a step takes."""
+    def step(self, plan: StepPlan, looking: Sequence[int] = ()) -> float:
+        """Seconds that a step takes, with images of so many tokens each that it looks at for others."""
         work = plan.work
-        images = self.embeddings.meet(plan) if self.embeddings is not None else []
+        images = [*looking, *(self.embeddings.meet(plan) if self.embeddings is not None else ())]
         if images:
             ms = self._times.step_ms(*work) + self._times.encode_ms(images)
             return self._noisy(ms + self._times.copy_ms(plan.copied_tokens))
@@ -213,6 +213,7 @@ def begin_stride(
     until: float,
     *,
     to_end: bool,
+    looking: Sequence[int] = (),
 ) -> Stride:
     """Run a plan that `scheduler` has just made, and go on as long as nothing changes, until a step ends at `until` or
     later.
@@ -220,8 +221,9 @@ def begin_stride(
     Args:
         lengths: how many tokens each request will generate.
         to_end: the step in which a sequence ends may be among them.
+        looking: see `StepTimer.step`; there are no further steps then.
     """
-    stride = Stride(plan, now, [now + pace.step(plan)])
+    stride = Stride(plan, now, [now + pace.step(plan, looking)])
     if until > now:
         stride.more, stride.ending = repeatable(scheduler, plan, lengths)
         if stride.ending and not to_end:

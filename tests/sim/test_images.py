@@ -108,3 +108,57 @@ def test_repeats_are_asked_for_in_a_scenario():
         (place,) = cluster.places.values()
         looked[share] = place.instance._pace.embeddings.looked
     assert 0 < looked[0.9] < 0.4 * looked[0.0]
+
+
+APART = """
+workload:
+  synthetic: {requests: 60, rate: 10, prompt: 100, output: 20, images: 1.5}
+slo: {ttft-ms: 2000, tpot-ms: 100}
+engine: {device: modelled:h100, geometry: qwen2.5-vl-7b, noise: 0.05}
+instances: [{count: 3}]
+layouts:
+  ep-d: [{role: prefill, count: 2}, {role: decode}]
+  ed-p: [{role: prefill, count: 2}, {role: decode, encodes: true}]
+  e-p-d: [{role: encode}, {role: prefill}, {role: decode}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"), [("", "engine"), ("@ep-d", ""), ("@ed-p", "decode"), ("@e-p-d", "encode")]
+)
+def test_images_are_looked_at_where_the_route_has_it(layout, where):
+    """By the real master, over the wires that engines use; each once, as no image comes again."""
+    result, cluster = run(read(APART), f"least_loaded{layout}")  # which runs every check
+    assert (result["failed"], result["requests"]) == (0, 60)
+    images = sum(len(media_of(request)) for request in cluster._requests)
+    for_others, own = dict[str, int](), dict[str, int]()
+    for name, place in cluster.places.items():
+        for_others[name], own[name] = place.instance.tower.looked, place.instance._pace.embeddings.looked
+    if where in ("decode", "encode"):
+        assert for_others[f"{where}-0"] == images == sum(for_others.values())
+        assert not any(own.values())
+        sent = cluster.places[f"{where}-0"].instance.handoffs.counts()["given_embeddings"]
+        assert sent == images
+    else:
+        assert not any(for_others.values())
+        assert sum(own.values()) == images
+        assert all(name.startswith(where or "prefill") for name, count in own.items() if count)
+
+
+def test_an_encoder_that_dies_is_missed_by_nobody():
+    failure = "failures: [{instance: encode-0, at: 2.0, restart-after: 1.0}]\n"
+    text = APART.replace("instances: [{count: 3}]", "instances: [{role: encode}, {role: prefill}, {role: decode}]")
+    result, cluster = run(read(text, failure))
+    assert result["failed"] == 0
+    assert all(record.received == record.output_tokens for record in cluster.records)
+
+
+def test_an_embedding_travels_as_long_as_its_bytes_take():
+    slow = "transport: {kind: copy, gbps: 1}\n"
+    text = APART.replace("instances: [{count: 3}]", "instances: [{role: encode}, {role: prefill}, {role: decode}]")
+    trace = [seen(0, 0.0, (1, 1300))]
+    took = [
+        run(read(text.replace("noise: 0.05", "noise: 0"), more), trace=trace)[1].records[0].ttft for more in ("", slow)
+    ]
+    sent = 1300 * SHAPE.vision.token_bytes
+    assert took[1] - took[0] == pytest.approx(sent * 8 * (1 / 1e9 - 1 / 400e9), rel=0.05)
