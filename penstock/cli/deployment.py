@@ -14,7 +14,7 @@ from penstock.cli.options import Option, between, integer, number, one_of, size,
 from penstock.cli.serve import ENGINE_OPTIONS, FLIGHT_RECORDER, OF_MODEL, SERVER_OPTIONS
 from penstock.core.errors import ConfigError
 from penstock.core.host_port import read_address, split_host_port
-from penstock.core.wire.engine import Role
+from penstock.core.wire.engine import MediaRoute, Role
 from penstock.engine.poison import HOW, Poison
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.local.limits import DISK_GBPS, REMOTE_GBPS
@@ -178,6 +178,13 @@ TABLES = Tables(
             switch,
             False,
             "roles change when prompts or tokens come too late, under any policy; under xllm and unified always",
+        ),
+        Option(
+            "media-route",
+            one_of("auto", *get_args(MediaRoute)),
+            "auto",
+            "which stages of requests with images are together: E+P+D encodes at instances of the role encode, EP+D "
+            "where the prompt is prefilled, ED+P where it is to decode, EPD has all at one; auto: as roles are",
         ),
     ),
     models=(

@@ -9,6 +9,7 @@ JSON:
     role                "any", "prefill", "decode" or "encode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
+    seen                folder for what engines of this host make of images; null without
     kv_pool             the socket of the host's KV pool server; null for memory of its own
     weights             {"address", "sockets", "public"}: where it gives its weights, and where others of this host do;
                         public is null, or {"address", "givers", "joins", "tls", "mooncake"}: the same for other hosts,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.engine.modelled import BuiltModelled
     from penstock.engine.server import EngineServer
     from penstock.engine.weights import WeightManager
+    from penstock.transfer.embedding_files import EmbeddingFiles
     from penstock.transfer.orphans import OrphanedBlocks
     from penstock.transfer.pool import OpenPool
     from penstock.transfer.transports import KVTransport
@@ -95,6 +97,7 @@ def main(settings: dict[str, Any]) -> int:
             stack.callback(built.engine.close)
             transport = open_way(settings, incarnation, built, stack)
             orphans = find_orphans(built, stack) if transport is not None else None
+            seen = what_was_seen(settings, built, stack) if transport is not None else None
             ready = introduce(settings, incarnation, built, transport, peers)
         except ConfigError as error:
             if settings.get("shown_as"):  # in a deployment, whose file spells settings as they are
@@ -121,6 +124,7 @@ def main(settings: dict[str, Any]) -> int:
                 beat=heartbeat.beat,
                 memory=built.memory,
                 box=BlackBox(box_of(Path(settings["heartbeat"])), incarnation),
+                seen=seen,
             )
         except RankFailed as error:
             log.error("the engine ends: %s", error)
@@ -245,6 +249,22 @@ def find_orphans(built: Built | BuiltModelled, stack: ExitStack) -> OrphanedBloc
     orphans = OrphanedBlocks(built.pool)
     stack.callback(orphans.close)
     return orphans
+
+
+def what_was_seen(settings: dict[str, Any], built: Built | BuiltModelled, stack: ExitStack) -> EmbeddingFiles | None:
+    """What engines of this host, failed ones too, have made of images with the same weights; None for others."""
+    from penstock.engine.modelled import BuiltModelled
+
+    folder = settings.get("seen")
+    if folder is None or isinstance(built, BuiltModelled) or built.worker.model.visual is None:
+        return None
+    from penstock.transfer.embedding_files import EmbeddingFiles
+
+    dtype = str(built.worker.model.dtype).rpartition(".")[2]
+    kind = f"{built.engine.scheduler.root.hex()}-{dtype}"
+    seen = EmbeddingFiles(Path(folder) / kind, built.engine.media_bytes)
+    stack.callback(seen.close)
+    return seen
 
 
 def introduce(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.api.http import Application
     from penstock.core.clock import Clock
+    from penstock.core.wire.engine import MediaRoute
     from penstock.core.wire.master import Endpoint
     from penstock.media.loader import MediaLoader
     from penstock.obs.logs import Format
@@ -451,6 +452,7 @@ def make_master(
     fleet: FleetLimits | None = None,
     slow: SlowInstances | None = None,
     curve: Curve | None = None,
+    media_route: MediaRoute | None = None,
 ) -> MasterPump:
     """A master with its own channels to the engines.
 
@@ -461,6 +463,7 @@ def make_master(
         fleet: what scaling may do.
         slow: says which instances are restarted because they are slow; None where none ever is.
         curve: protects the links to the engines.
+        media_route: see `Master`.
     """
     import time
 
@@ -475,7 +478,16 @@ def make_master(
         recorder = FlightRecorder()
         recording = RecorderFile(Path(flight_recorder), recorder, clock)
     minutes = Minutes(recorder)
-    master = Master((), policies, random.Random(seed), time.time_ns(), fleet=fleet, recorder=minutes, slow=slow)
+    master = Master(
+        (),
+        policies,
+        random.Random(seed),
+        time.time_ns(),
+        fleet=fleet,
+        recorder=minutes,
+        slow=slow,
+        media_route=media_route,
+    )
     return MasterPump(master, registry, _connector(context, name, "master", clock, curve), clock, recording, minutes)
 
 

@@ -140,6 +140,7 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
         fleet=fleet,
         slow=slow,
         curve=curve,
+        media_route=settings["media_route"],
     )
     pump.start()
     collect_rarely()

@@ -69,7 +69,6 @@ class SequenceStep:
         following: the token after these in the sequence, where there is one; a model's draft head reads it.
         proposes: with `sample`, how many drafts of what follows what is drawn are wanted of the model's draft head.
         media: of the sequence; its positions follow from them, too.
-        pixels: (digest, pixels), as `Request` has them, of those of `media` some of whose places are in `tokens`.
     """
 
     request_id: str
@@ -91,11 +90,27 @@ class SequenceStep:
     following: int = 0
     proposes: int = 0
     media: Sequence[MediaSpan] = ()
-    pixels: Sequence[tuple[bytes, bytes]] = ()
 
     @property
     def drafts(self) -> Sequence[int]:
         return self.tokens[len(self.tokens) - self.sample + 1 :] if self.sample > 1 else ()
+
+
+class Encode(NamedTuple):
+    """An image or a video that a step looks at.
+
+    Attributes:
+        request_id: the first of those that want it.
+        pixels: as `Request` has them.
+        made: [tokens, hidden], what another instance has made of it, in place of pixels; b"" where nobody has.
+        wanted: what is made of it is part of the step's result, for other instances.
+    """
+
+    request_id: str
+    span: MediaSpan
+    pixels: bytes
+    made: bytes = b""
+    wanted: bool = False
 
 
 class StepWork(NamedTuple):
@@ -152,6 +167,8 @@ class StepPlan:
             done even in a step that ends early.
         switch: of experts, before anything is computed.
         split: into micro-batches; None where it is one batch.
+        encodes: what it looks at, before it computes rows that need that. Their embeddings are kept for later steps.
+        forgotten: digests of embeddings that are needed no more, to be let go of before that.
     """
 
     sequences: tuple[SequenceStep, ...]
@@ -160,15 +177,22 @@ class StepPlan:
     copies: tuple[TailCopy, ...] = ()
     switch: Switch | None = None
     split: Split | None = None
+    encodes: tuple[Encode, ...] = ()
+    forgotten: tuple[bytes, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.sequences or self.encodes)
 
     @property
     def num_tokens(self) -> int:
-        return sum([len(s.tokens) for s in self.sequences])
+        """Rows, and tokens that stand for what is encoded."""
+        return sum([len(s.tokens) for s in self.sequences]) + sum([each.span.length for each in self.encodes])
 
     @property
-    def has_media(self) -> bool:
-        """Whether it looks at images, which `work` knows nothing of."""
-        return any(s.pixels for s in self.sequences)
+    def request_ids(self) -> list[str]:
+        """Whose: of those in it, and of what it looks at."""
+        return [*[s.request_id for s in self.sequences], *[each.request_id for each in self.encodes]]
 
     @property
     def copied_tokens(self) -> int:
@@ -212,6 +236,7 @@ class StepResult:
         interrupted: the step was told to end early: nothing of it may be used, and all else is empty.
         proposed: request id -> drafts of what follows its run, by the model's draft head: as many as the step
             `proposes`, or fewer.
+        embeddings: digest -> [tokens, hidden] in the model's dtype, of the step's `encodes` that are `wanted`.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -222,6 +247,7 @@ class StepResult:
     pooled: Mapping[str, Sequence[float]] = field(default_factory=dict)
     interrupted: bool = False
     proposed: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    embeddings: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

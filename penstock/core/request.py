@@ -102,14 +102,6 @@ class Request:
         """Whether every position of the prompt is to be computed, whatever the prefix cache holds."""
         return self.pooling == "mean" or (self.params.prompt_logprobs is not None and not self.generated)
 
-    def pixels_of(self, start: int, end: int) -> list[tuple[bytes, bytes]]:
-        """(digest, pixels) of each of `media` that stands for some of the tokens [start, end)."""
-        return [
-            (span.digest, pixels)
-            for span, pixels in zip(self.media, self.pixels, strict=True)
-            if span.start < end and start < span.start + span.length
-        ]
-
     @property
     def context(self) -> Sequence[int]:
         """All that prefill computes before the next token is sampled: the prompt, and what was generated elsewhere."""

@@ -36,7 +36,7 @@ from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
 from penstock.sched.local import Limits, Scheduler, make_local_policy
 from penstock.sched.local.lane import Lane
-from penstock.sched.local.limits import tier_blocks
+from penstock.sched.local.limits import MOST_TOKENS, StepBudget, tier_blocks
 from penstock.sched.local.offload import Offload
 from penstock.sched.local.speculation import Speculation, make_speculation
 from penstock.transfer.pool import KVPool, OpenPool, SharedPool, ledger_of, memfd_pool
@@ -194,7 +194,13 @@ def _build(
         if worker.experts is not None:
             others.balance_experts(worker.experts, options)
     blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=windows[0] is not None)
-    limits = Limits(token_budget=budget.tokens, max_sequences=options.max_num_seqs, max_model_len=model_len)
+    encode_budget = StepBudget(1, MOST_TOKENS, worker.limit.least / 1e3)  # beside streams that go on meanwhile
+    limits = Limits(
+        token_budget=budget.tokens,
+        max_sequences=options.max_num_seqs,
+        max_model_len=model_len,
+        encode_budget=encode_budget.tokens,
+    )
     root = root_key(layout.model, layout.dtype, layout.kv_dtype)
     policy = make_local_policy(options.scheduling_policy, None, worker.limit)  # the server says what predicts steps
     lanes, movers, store = _open_tiers(options, cache, slots, on_disk, worker.files)
@@ -209,6 +215,7 @@ def _build(
         windows=windows,
         tail_interval=options.tail_key_interval,
         stages=options.pipeline_parallel_size,
+        media_tokens=options.media_cache_memory // (model.config.hidden_size * model.dtype.itemsize),
     )
     log.info(
         "%s on %s, %s: %d blocks (%.0f MiB) of KV cache in %s, %s, %d of them restored, sequences up to %d tokens, "
@@ -227,7 +234,8 @@ def _build(
     worker.save_weights()
     executor = _executor(worker, clock, others)
     found = budget if budget.tokens < budget.high else None
-    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers)
+    finds, media = (encode_budget, options.media_cache_memory) if model.visual is not None else (None, 0)
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds, media)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
 

@@ -15,6 +15,7 @@ from penstock.core.request import Request, TokenOutput
 from penstock.engine.executor.base import Executor, Pending, Ran
 from penstock.kv.cache_log import CacheLog
 from penstock.kv.connector import KVTier
+from penstock.kv.embeddings import EMBEDDINGS, Below, Embedding, EmbeddingCache
 from penstock.kv.pool import Published
 from penstock.sched.local import Scheduler
 from penstock.sched.local.limits import SOON, STOPS_IN, StepBudget
@@ -23,6 +24,7 @@ from penstock.sched.local.offload import Load, Order, Question
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
 ANSWERS_IN = 0.1  # instead of GRACE, for a question
+SMOOTH = 0.3  # weight of the newest step in the mean time of encodes
 LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
 
 
@@ -96,8 +98,10 @@ class Engine:
             (`sched.local.steps`).
         ledger: None where blocks do not outlive the engine.
         budget: finds out how many tokens a step may hold; None where that is known.
+        encode_budget: the same of tokens that stand for what a step encodes; None where the model sees nothing.
         prefaulter: prepares blocks; None where blocks need no preparation.
         movers: copy blocks for the scheduler's tiers, by their names.
+        media_bytes: of what was made of images, that are kept for other engines, at most; 0 where it sees none.
 
     Attributes:
         steps: that have ended.
@@ -106,6 +110,9 @@ class Engine:
         look_again_at: when `begin` may schedule ahead, in seconds of the clock; inf when it waits for something else.
         at_work: requests in the steps in flight, and until the next one in the last.
         tell: is told of these before they are computed.
+        embeddings: what it has made of images, for other engines; None where there are none.
+        encode_ms: of an image's token, a recent mean of steps that looked at images and did nothing else; None before
+            there was one.
         cache_logs: what came and went on the device and in the tiers below it, by the tier's name; empty where nobody
             asks.
     """
@@ -119,19 +126,24 @@ class Engine:
         budget: StepBudget | None = None,
         prefaulter: Expects | None = None,
         movers: Mapping[str, TierBelow] = {},
+        encode_budget: StepBudget | None = None,
+        media_bytes: int = 0,
     ) -> None:
         assert [*movers] == ([] if scheduler.offload is None else [lane.name for lane in scheduler.offload.lanes])
         self.scheduler = scheduler
         self.executor = executor
         self.movers = movers
+        self.media_bytes = media_bytes
         self.steps = 0
         self.busy = self.idle = 0.0
         self.at_work: Sequence[str] = ()
         self.tell: Callable[[Sequence[str]], None] = _nobody
+        self.embeddings: EmbeddingCache | None = None
+        self.encode_ms: float | None = None
         self.cache_logs: dict[str, CacheLog] = {}
         self._clock = clock
         self._ledger = ledger
-        self._budget = budget
+        self._budget, self._encode_budget = budget, encode_budget
         self._prefaulter = prefaulter
         self._flying: deque[tuple[StepPlan, Pending]] = deque()
         self._began = 0.0  # the first of them, as far as is known
@@ -214,7 +226,7 @@ class Engine:
         now = self._clock.now()
         plan = self.scheduler.schedule(now, self._delay)
         self._order_moves()
-        if not plan.sequences:
+        if plan.empty:
             return None
         if self._ledger is not None:
             self._ledger.clear(plan.fresh_blocks)
@@ -231,8 +243,8 @@ class Engine:
         return plan
 
     def _tell_of(self, plan: StepPlan) -> None:
-        together = [step.request_id for flying, _ in self._flying for step in flying.sequences]
-        requests = [step.request_id for step in plan.sequences]
+        together = [request_id for flying, _ in self._flying for request_id in flying.request_ids]
+        requests = plan.request_ids
         self.at_work = list(dict.fromkeys(together + requests)) if together else requests
         self.tell(self.at_work)
 
@@ -299,6 +311,9 @@ class Engine:
 
     def _record(self, plan: StepPlan, ran: Ran) -> list[TokenOutput]:
         measured = self.scheduler.measurements
+        if self.embeddings is not None:
+            for digest, data in ran.result.embeddings.items():
+                self.embeddings.put(digest, Embedding.of(data))
         outputs = self.scheduler.update(plan, ran.result, ran.began, ran.ended)
         self._order_moves()
         self.steps += 1
@@ -313,13 +328,26 @@ class Engine:
             self.tell(())
             self._expect()
         self.write_down()
-        if ran.result.interrupted or plan.has_media:
+        if ran.result.interrupted:
+            return outputs
+        if plan.encodes:
+            self._encoded(plan, took)
             return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
         if (budget := self._budget) is not None and budget.ran(plan.num_tokens, took):
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
+
+    def _encoded(self, plan: StepPlan, took: float) -> None:
+        """Find out from a step how much one may encode: each image is computed by itself, and so takes its share."""
+        tokens = sum([each.span.length for each in plan.encodes if not each.made])
+        if tokens and not plan.sequences:
+            ms = took * 1e3 / tokens
+            self.encode_ms = ms if self.encode_ms is None else self.encode_ms + SMOOTH * (ms - self.encode_ms)
+        budget = self._encode_budget
+        if budget is not None and tokens and budget.ran(budget.tokens, took * budget.tokens / tokens):
+            self.scheduler.limits = replace(self.scheduler.limits, encode_budget=budget.tokens)
 
     # --- the tiers below the device
 
@@ -399,6 +427,8 @@ class Engine:
                     self._ledger.write(published)
             if "device" in self.cache_logs:
                 self.cache_logs["device"].note([p.key for p in added if p.told], removed)
+        if self.embeddings is not None and EMBEDDINGS in self.cache_logs:
+            self.cache_logs[EMBEDDINGS].note(*self.embeddings.take_changes())
         if self.cache_logs and self.scheduler.offload is not None:
             for lane in self.scheduler.offload.lanes:
                 self.cache_logs[lane.name].note(*lane.tier.take_changes())
@@ -410,8 +440,9 @@ class Engine:
         return not (self.has_work or self._moving or scheduler.num_migrating or scheduler.pool.used)
 
     def clear_cache(self) -> list[int]:
-        """Forget all prefixes on the device. Returns the blocks whose memory may be given back."""
+        """Forget all prefixes and embeddings on the device. Returns the blocks whose memory may be given back."""
         blocks = self.scheduler.pool.clear()
+        self.scheduler.encodes.forget()
         if self._ledger is not None:
             self._ledger.clear(blocks)
         self.write_down()
@@ -421,9 +452,18 @@ class Engine:
         """Have coming blocks prepared."""
         self._expect()
 
+    def give_embeddings(self, below: Below | None = None) -> None:
+        """From now on what it makes of images is kept for other engines, in as much memory as it may take itself."""
+        if not self.media_bytes:
+            return
+        self.embeddings = EmbeddingCache(self.media_bytes, below)
+        self.scheduler.encodes.gives = True
+
     def log_cache(self) -> None:
         """From now on it is kept what comes and goes in each tier of the cache."""
         self.cache_logs = {"device": CacheLog()}
+        if self.embeddings is not None:
+            self.cache_logs[EMBEDDINGS] = CacheLog()
         for tier in self.movers:
             self.cache_logs[tier] = CacheLog()
 

@@ -1,77 +1,74 @@
-"""What a model makes of images: computed when the first of their tokens is, and kept as long as there is room."""
+"""What a model makes of images, kept for the steps that need it."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
 
 import torch
 from torch import Tensor
 
-from penstock.core.request import MediaSpan
-from penstock.core.sizes import MEDIA_CACHE
+from penstock.core.plan import Encode, StepPlan
 from penstock.nn.batch import Batch, to_device
 from penstock.nn.models.decoder import Decoder
 
 
 class MediaEmbeddings:
-    """The embeddings of images and videos that were looked at last, by their digest.
+    """The embeddings of images and videos, by their digest: those that plans say (`sched.local.encodes`).
 
-    A step whose tokens stand for some brings their pixels, so nothing has to be kept: what is not here is computed
-    again, after a preemption or in the next chunk of a prompt. Each is computed by itself, and is the same whatever
-    else the step has. All ranks of a model are given the same steps, and so keep the same.
-
-    Args:
-        most: bytes that are kept.
+    Each is computed by itself, and is the same whatever else a step has. All ranks of a model are given the same plans,
+    and so keep the same.
 
     Attributes:
-        looked: how often something was computed; `found`: how often it was here.
+        looked: how many were computed; `brought`: how many other instances have made.
     """
 
-    def __init__(self, most: int = MEDIA_CACHE) -> None:
-        self._most, self._bytes = most, 0
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self.looked = self.found = 0
+    def __init__(self) -> None:
+        self._kept: dict[bytes, Tensor] = {}
+        self.looked = self.brought = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def forget(self) -> None:
         self._kept.clear()
-        self._bytes = 0
+
+    def get(self, digest: bytes) -> Tensor | None:
+        """[tokens, hidden], of what was not forgotten."""
+        return self._kept.get(digest)
+
+    def follow(self, model: Decoder, plan: StepPlan) -> None:
+        """Let go of what a plan says, and make what it is to look at."""
+        for digest in plan.forgotten:
+            self._kept.pop(digest, None)
+        for encode in plan.encodes:
+            if encode.span.digest not in self._kept:
+                self._kept[encode.span.digest] = self._of(model, encode)
+
+    def wanted(self, plan: StepPlan) -> dict[bytes, bytes]:
+        """See `StepResult.embeddings`."""
+        digests = [encode.span.digest for encode in plan.encodes if encode.wanted]
+        return {digest: self._kept[digest].cpu().contiguous().view(torch.uint8).numpy().tobytes() for digest in digests}
+
+    def _of(self, model: Decoder, encode: Encode) -> Tensor:
+        """[length, hidden]."""
+        span, hidden = encode.span, model.config.hidden_size
+        if encode.made:
+            self.brought += 1
+            made = torch.frombuffer(bytearray(encode.made), dtype=model.dtype).view(span.length, hidden)
+            return made.to(model.device)
+        self.looked += 1
+        image = torch.frombuffer(bytearray(encode.pixels), dtype=torch.uint8).view(*span.shape, 3)
+        made = model.look_at(span, image.to(model.device))
+        assert made.shape == (span.length, hidden)
+        return made
 
     def seen(self, model: Decoder, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Of a step's rows those that stand for something seen, and what is to stand there; see `Batch`."""
         rows: list[int] = []
         parts: list[Tensor] = []
         for own, step in batch.media:
-            if not step.pixels:
-                continue
-            pixels = dict(step.pixels)
             end = step.start + len(step.tokens)
             for span in step.media:
                 first, last = max(span.start, step.start), min(span.start + span.length, end)
-                if first < last and span.digest in pixels:
+                if first < last:
                     rows += range(own.start + first - step.start, own.start + last - step.start)
-                    parts.append(self._of(model, span, pixels[span.digest])[first - span.start : last - span.start])
+                    parts.append(self._kept[span.digest][first - span.start : last - span.start])
         return (to_device(rows, model.device), torch.cat(parts)) if rows else None
-
-    def _of(self, model: Decoder, span: MediaSpan, pixels: bytes) -> Tensor:
-        """[length, hidden]."""
-        if (kept := self._kept.get(span.digest)) is not None:
-            self._kept.move_to_end(span.digest)
-            self.found += 1
-            return kept
-        if span.embedded:
-            made = torch.frombuffer(bytearray(pixels), dtype=model.dtype).view(span.length, -1).to(model.device)
-        else:
-            self.looked += 1
-            image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(*span.shape, 3)
-            made = model.look_at(span, image.to(model.device))
-        assert made.shape == (span.length, model.config.hidden_size)
-        self._kept[span.digest] = made
-        self._bytes += made.nbytes
-        while self._bytes > self._most:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.nbytes
-        return made
-
-    def check(self) -> None:
-        """Raise AssertionError unless what is kept is within its bounds."""
-        assert self._bytes == sum(kept.nbytes for kept in self._kept.values()) <= self._most

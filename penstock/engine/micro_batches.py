@@ -37,7 +37,7 @@ class SplitSteps:
 
     def next(self, plan: StepPlan) -> StepPlan:
         """What ranks are to run for a plan."""
-        if any(step.branches is not None for step in plan.sequences):
+        if not plan.sequences or any(step.branches is not None for step in plan.sequences):
             return plan
         rows = self._chooser.choose([_part(step) for step in plan.sequences])
         if not rows:
@@ -59,7 +59,7 @@ class SplitSteps:
         stream = self._stream
         waited, busy, worked = stream.waited, stream.busy, stream.worked
         result = self._runner.run(plan, stop)
-        if not result.interrupted and not any(step.branches is not None for step in plan.sequences):
+        if plan.sequences and not result.interrupted and not any(step.branches is not None for step in plan.sequences):
             rows = 0 if plan.split is None else plan.split.rows
             self.splits += rows > 0
             times = self._runner.took, stream.waited - waited, stream.busy - busy, stream.worked - worked

@@ -26,7 +26,6 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
-from penstock.core.sizes import MEDIA_CACHE
 from penstock.core.stop import Stop
 from penstock.engine.digests import DigestArithmetic
 from penstock.engine.executor import InlineExecutor, MaskCosts
@@ -35,7 +34,6 @@ from penstock.engine.modelled_tier import open_modelled_store, open_modelled_tie
 from penstock.engine.mover import PIECE
 from penstock.engine.poison import Poison
 from penstock.engine.remote_tier import check_remote_tier
-from penstock.kv.embedding_ledger import EmbeddingLedger
 from penstock.kv.groups import WHOLE, Windows, longest_sequence
 from penstock.kv.keys import TAIL_INTERVAL, root_key
 from penstock.kv.pool import BlockPool, Published
@@ -335,8 +333,6 @@ class PacedRunner:
         self._digests = words[:, :BLOCK_TOKENS]
         self._times, self._clock, self._sleep = times, clock, sleep
         self._slowdown, self._noise, self._rng = slowdown, noise, rng
-        tower = times.shape.vision
-        self._embeddings = None if tower is None else EmbeddingLedger(MEDIA_CACHE // tower.token_bytes)
         self._poison = poison
         self._last_ids: set[str] = set()
         self._ended = clock.now()  # the last step
@@ -412,8 +408,8 @@ class PacedRunner:
     def _duration(self, plan: StepPlan) -> float:
         """Seconds that the step is to take."""
         ms = self._times.step_ms(*plan.work) + self._times.copy_ms(plan.copied_tokens)
-        if self._embeddings is not None and plan.has_media:
-            ms += self._times.encode_ms(self._embeddings.meet(plan))
+        if plan.encodes and self._times.shape.vision is not None:
+            ms += self._times.encode_ms([encode.span.length for encode in plan.encodes if not encode.made])
         # log-normal with mean 1: a step is never negative and now and then much longer, as real ones are
         noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
         return ms / 1e3 * self._slowdown * noise

@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.core.parallel import Switch
 from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
-from penstock.core.sizes import MEDIA_CACHE
 from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
 from penstock.engine.drafting import draft
@@ -51,6 +50,7 @@ class Runner:
     Attributes:
         forward: the model's pass.
         switch: has experts computed elsewhere.
+        media: what it has made of images.
         took: seconds that the last forward pass has; on a device, to launch it.
 
     Args:
@@ -58,7 +58,6 @@ class Runner:
         grammars: for structured outputs; without them requests for these end with an error.
         before, after: where its rows come from and go to, where the model is one of several stages. Only the last
             stage's steps have results.
-        media_bytes: of embeddings of images that are kept, at most.
     """
 
     def __init__(
@@ -69,11 +68,10 @@ class Runner:
         grammars: Grammars | None = None,
         before: Pipe | None = None,
         after: Pipe | None = None,
-        media_bytes: int = MEDIA_CACHE,
     ) -> None:
         self._graph_mode = graph_mode
         self._before, self._after = before, after
-        self.media = MediaEmbeddings(media_bytes)
+        self.media = MediaEmbeddings()
         self.take(model)
         self.device = model.device
         self.cache = cache
@@ -122,7 +120,7 @@ class Runner:
         self.cache.check()
 
     def prepare(self, plan: StepPlan) -> None:
-        if self.cache.direct:  # elsewhere the end of the step before decides where blocks are
+        if self.cache.direct and plan.sequences:  # elsewhere the end of the step before decides where blocks are
             self._prepared.append((plan, self._batch(plan, None)))
 
     @torch.inference_mode()
@@ -130,9 +128,11 @@ class Runner:
         cache = self.cache
         if plan.switch is not None:
             self.switch(plan.switch)
+        if (plan.encodes or plan.forgotten) and self.model.visual is not None:
+            self.media.follow(self.model, plan)
         if not plan.sequences:
             self.model.accompany()
-            return StepResult([], [])
+            return StepResult([], [], embeddings=self._given(plan))
         placed = None
         if not cache.direct or plan.fresh_blocks or plan.copies:
             placed = cache.prepare(plan)
@@ -153,7 +153,8 @@ class Runner:
             if self._after is not None:
                 self._after.send(self._forward(batch, stop))
                 return StepResult([], [])
-            return self._compute(plan, batch, stop)
+            result = self._compute(plan, batch, stop)
+            return replace(result, embeddings=self._given(plan)) if plan.encodes else result
         except Interrupted:
             return StepResult([], [], interrupted=True)
         finally:
@@ -161,6 +162,10 @@ class Runner:
                 native.set_threads(threads)
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
+
+    def _given(self, plan: StepPlan) -> dict[bytes, bytes]:
+        """What others want of what it has made of images."""
+        return self.media.wanted(plan) if self.model.visual is not None else {}
 
     def _batch(self, plan: StepPlan, placed: Sequence[Sequence[int]] | None) -> Batch:
         groups = len(self.cache.layout.groups)

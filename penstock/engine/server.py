@@ -28,6 +28,7 @@ from penstock.core.wire.engine import (
     Cancel,
     Command,
     Drain,
+    Encode,
     EngineStats,
     Enqueue,
     Event,
@@ -38,6 +39,7 @@ from penstock.core.wire.engine import (
     LinkFailed,
     LinkPeer,
     Migrate,
+    Pixels,
     Ready,
     SetRole,
     Shutdown,
@@ -55,6 +57,7 @@ from penstock.engine.executor.base import Memory
 from penstock.engine.loop import Engine, Step
 from penstock.engine.sleeper import Sleeper
 from penstock.kv.cache_log import DeltaPace
+from penstock.kv.embeddings import EMBEDDINGS, Below
 from penstock.sched.local.handoff import Handoffs
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.speculation import SpeculationCounters
@@ -138,6 +141,7 @@ class EngineServer:
         beat: Callable[[int], None] = lambda tokens: None,
         memory: Memory | None = None,
         box: BlackBox | None = None,
+        seen: Below | None = None,
     ) -> None:
         """Serve until `Shutdown`, or until `orphaned` returns True.
 
@@ -149,6 +153,7 @@ class EngineServer:
                 be computed when a step begins or ends.
             memory: the engine's, where it may be put to sleep.
             box: gets what is computed.
+            seen: what engines of this host have made of images; None where nobody keeps that.
         """
         self._engine, self._ready = engine, ready
         self._incarnation = ready.peer.incarnation
@@ -160,13 +165,14 @@ class EngineServer:
         self._sleeper = Sleeper(self._incarnation, engine, memory)
         if times := engine.scheduler.measurements.learn(ready.device_model, ready.shape):
             engine.scheduler.predict_by(times)
-        engine.log_cache()
         if transport is not None:
             self._transport = transport
-            self._handoffs = self._intake.hand_off(transport, lease, orphans)
+            engine.give_embeddings(seen)
+            self._handoffs = self._intake.hand_off(transport, lease, orphans, engine.embeddings)
             self._poller.register(transport.fileno(), zmq.POLLIN)
             if orphans is not None:
                 self._poller.register(orphans.fileno(), zmq.POLLIN)
+        engine.log_cache()
         self._tick_every, self._beat_with = lease / 20, beat
         for fd in (engine.executor.fileno(), *(mover.fileno() for mover in engine.movers.values())):
             if fd is not None:
@@ -188,6 +194,8 @@ class EngineServer:
             engine.executor.expect_alive()
             engine.move()
             self._miss_clients(self._clock.now())
+            for frontend, said in self._intake.admit_seen(self._clock.now()):
+                self._send(frontend, said)
             for frontend, fetched in self._intake.take_fetched():  # before what is computed with it
                 self._send(frontend, fetched)
             stalled = engine.has_work and not self._step()
@@ -260,6 +268,8 @@ class EngineServer:
 
     def _ended(self, step: Step) -> None:
         self._beat_with(self._engine.tokens_in_flight)
+        if step.plan.encodes:
+            self._intake.seen(step.plan.encodes)
         # one more token for each is no change of the load
         ends = any(output.finish is not None for output in step.outputs)
         news = bool(step.plan.work.prefills) or ends
@@ -348,6 +358,10 @@ class EngineServer:
                 self._taking = ""
             case _ if command.to != self._incarnation:
                 log.info("%s meant for another incarnation was dropped", type(command).__name__)
+            case Encode():
+                self._intake.encode(command)
+            case Pixels():
+                self._intake.pixels(client, command)
             case Cancel() | Drain():
                 self._deltas.hurries = True
                 self._intake.obey(client, command)
@@ -437,7 +451,7 @@ class EngineServer:
         masters = [client for client, state in self._clients.items() if state.kind == "master"]
         if not masters:
             return
-        seen, last = self._intake.snapshot(), self._last_snapshot
+        seen, last = self._intake.snapshot(self._engine.encode_ms), self._last_snapshot
         if last is None or now - self._told_at >= REPORT_INTERVAL or seen != last:
             self._last_snapshot, self._told_at = seen, now
             self._snapshots += 1
@@ -456,7 +470,8 @@ class EngineServer:
         tiers = {} if scheduler.offload is None else {lane.name: lane.tier for lane in scheduler.offload.lanes}
         for tier, kept in self._engine.cache_logs.items():
             kept.take()
-            keys = tiers.get(tier, scheduler.pool).keys()
+            embeddings = self._engine.embeddings if tier == EMBEDDINGS else None
+            keys = tiers.get(tier, scheduler.pool).keys() if embeddings is None else embeddings.keys()
             self._send(client, CacheDelta(self._incarnation, kept.sequence, keys, [], tier=tier, whole=True))
 
     def _inspection(self) -> Inspection:
@@ -527,6 +542,9 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         migrations=0 if queue is None else queue.granted,
         migration_wait=0.0 if queue is None else queue.waited,
         asleep=asleep,
+        encodes=scheduler.encodes.looked,
+        given_embeddings=0 if handoffs is None else handoffs.give_side.given,
+        taken_embeddings=0 if handoffs is None else handoffs.take_side.taken,
         tiers=_tiers_of(engine),
         expert_switches=experts.switches,
         expert_imbalance=experts.busiest,

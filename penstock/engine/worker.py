@@ -152,8 +152,7 @@ class Worker:
 
     def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:
         options = self.options
-        media = options.media_cache_memory
-        return Runner(self.model, cache, options.graph_mode, grammars, self.before, self.after, media)
+        return Runner(self.model, cache, options.graph_mode, grammars, self.before, self.after)
 
     def _touch_memory(self, tokens: int) -> float:
         """Read a prompt of so many tokens, so that the memory to work in is known before the cache gets the rest.
@@ -181,6 +180,7 @@ class Worker:
             blocks: of the pool, in ascending order, whose memory nobody needs any more; None is all.
         """
         self.runner.cache.forget()
+        self.runner.media.forget()
         if self.pool is not None:
             for first, count in _runs(range(self.pool.memory.num_blocks) if blocks is None else blocks):
                 self.pool.memory.punch(first, count)

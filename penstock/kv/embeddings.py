@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 from zlib import crc32
+
+EMBEDDINGS = "embeddings"  # tier of a `CacheDelta`: digests of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +32,26 @@ class Embedding:
         return crc32(self.data) == self.checksum
 
 
+class Below(Protocol):
+    """A tier below an `EmbeddingCache`, which outlives it."""
+
+    def read(self, digest: bytes) -> Embedding | None: ...
+    def write(self, digest: bytes, embedding: Embedding) -> None: ...
+
+
 class EmbeddingCache:
     """The embeddings that were used last, by their digest, in so many bytes.
+
+    Args:
+        below: has what was put here, by this engine and by others; None where nothing does.
 
     Attributes:
         found: how often one was here that was asked for.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, below: Below | None = None) -> None:
         self._most, self._bytes = most, 0
+        self._below = below
         self._kept: OrderedDict[bytes, Embedding] = OrderedDict()
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
@@ -56,14 +70,24 @@ class EmbeddingCache:
 
     def get(self, digest: bytes) -> Embedding | None:
         kept = self._kept.get(digest)
+        if kept is None and self._below is not None and (kept := self._below.read(digest)) is not None:
+            self._keep(digest, kept)
         if kept is not None:
-            self._kept.move_to_end(digest)
             self.found += 1
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
         return kept
 
     def put(self, digest: bytes, embedding: Embedding) -> None:
         """Keep it, and let go of those that were used longest ago; one that is larger than all is not kept."""
-        if digest in self._kept or len(embedding.data) > self._most:
+        if digest in self._kept:
+            return
+        self._keep(digest, embedding)
+        if self._below is not None:
+            self._below.write(digest, embedding)
+
+    def _keep(self, digest: bytes, embedding: Embedding) -> None:
+        if len(embedding.data) > self._most:
             return
         self._kept[digest] = embedding
         self._bytes += len(embedding.data)

@@ -168,11 +168,12 @@ class Common:
     scaling: Scaling | None
     transport: str
     lease: float
+    media_route: str = "auto"
 
     def difference(self, other: Common) -> str:
         """What is not the same in `other`, both values of each thing; "" when all is. A model may be elsewhere on each
         host: the master compares checkpoints."""
-        names = ("policy", "live_roles", "priorities", "scaling", "transport", "lease")
+        names = ("policy", "live_roles", "media_route", "priorities", "scaling", "transport", "lease")
         found = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return "; ".join(f"{name}: {mine!r} here, {theirs!r} there" for name, mine, theirs in found if mine != theirs)
 
@@ -190,6 +191,7 @@ class Deployment:
         options: likewise those that are of the model: served_model_name, chat_template, ...
         policy: a name in `policies.BUNDLES`.
         live_roles: whether it changes roles, whatever the policy.
+        media_route: which stages of requests with images are together, a `MediaRoute`; "auto" is as roles are.
         priorities: targets that each priority implies, for requests without any.
         lease: seconds of silence from the other side that end a hand-off.
         transport: None when no instance hands requests over.
@@ -216,6 +218,7 @@ class Deployment:
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     prefix: str = ""
     live_roles: bool = False
+    media_route: str = "auto"
     scaling: Scaling | None = None
     warm_pool: int = 0
     cluster: Cluster | None = None

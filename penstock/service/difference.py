@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.parallel import DATA, EXPERTS
 from penstock.service.deployment import Deployment, Group
 
-RUNS_IT = ("policy", "live_roles", "priorities")  # what only the master needs to know
+RUNS_IT = ("policy", "live_roles", "media_route", "priorities")  # what only the master needs to know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

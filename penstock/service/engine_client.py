@@ -458,9 +458,10 @@ class EngineClient:
         first, source = flight.here, placed.source
         if source is not None and source.peer is not None and not self._reaches(source.peer):
             source = None  # it is computed
-        images = [image for image in placed.images if self._reaches(image.peer)]
-        self._encode(flight, images)
-        request = without_images(request, {image.digest for image in images})
+        images = [image for image in placed.images if self._reaches(image.peer) and not flight.suspected]
+        if images:
+            self._encode(flight, images)
+            request = without_images(request, {image.digest for image in images})
         command = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source, images)
         self._channels.send(first.name, command)
 

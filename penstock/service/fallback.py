@@ -22,6 +22,7 @@ def least_loaded(place: Place, serving: Sequence[Ready], loads: Mapping[str, int
     able = [ready for ready in serving if tokens <= ready.max_model_len and ready.peer.name not in place.exclude]
     if not able:
         return None
+    able = [ready for ready in able if ready.role != "encode"] or able
 
     def least(candidates: Sequence[Ready]) -> Ready:
         return min(candidates, key=lambda ready: (loads.get(ready.peer.name, 0), ready.peer.name))

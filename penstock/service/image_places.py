@@ -13,9 +13,9 @@ from penstock.core.wire.master import PlacedImage
 from penstock.kv.index import DEVICE, ClusterIndex
 from penstock.sched.cluster import Demand
 from penstock.sched.cluster.base import Key
+from penstock.service.mesh import may_fetch
 from penstock.service.session import InstanceSession, Roster
 
-EMBEDDINGS = "embeddings"  # tier of a `CacheDelta`: digests of images
 PATIENCE, GRACE_MS = 4.0, 2000.0  # what was predicted may take so many times that, and so long more
 UNKNOWN_MS = 10_000.0  # where nobody has measured how long an image takes
 GBPS = 1.0  # at which embeddings travel, as long as nobody has measured it
@@ -86,6 +86,11 @@ class ImagePlaces:
                 own += looked
         return max(own, others) / 1e3
 
+    def unseen(self, now: float, images: Sequence[PlacedImage]) -> tuple[list[int], int]:
+        """Tokens of each that nobody has looked at, and of all others together."""
+        new = [image.tokens for image in images if not self._holders(image, now)]
+        return new, sum(image.tokens for image in images) - sum(new)
+
     # --- who looks at them
 
     def sources(
@@ -105,6 +110,7 @@ class ImagePlaces:
             holders = self._holders(image, now)
             if prefiller.name in holders:
                 continue
+            holders = {name: s for name, s in holders.items() if may_fetch(prefiller, s)}
             if holders and (encoder is not None or self._pays(prefiller, image)):
                 holder = min(holders.values(), key=lambda s: (s is not encoder, s.encoding_tokens, s.name))
                 wait = self._wait_ms(holder) if self._is_coming(holder, image) else GRACE_MS
@@ -132,7 +138,7 @@ class ImagePlaces:
         elif route == "ED+P":
             decoders = [s for s in self._roster.able(now) if s.role == "decode"]
             others = [home] if home is not prefiller and home.role != "prefill" else decoders
-        able = [s for s in others if s is not prefiller and s.peer.address and not s.silent(now) and not s.leaving]
+        able = [s for s in others if may_fetch(prefiller, s) and not s.silent(now) and not s.leaving]
         return min(able, key=lambda s: (s.encoding_tokens, s.view().pending_tokens, s.name), default=None)
 
     def _holders(self, image: PlacedImage, now: float) -> dict[str, InstanceSession]:

@@ -53,6 +53,7 @@ from penstock.core.wire.master import (
     StopInstance,
     Troubles,
 )
+from penstock.kv.embeddings import EMBEDDINGS
 from penstock.kv.ideal import IdealCache
 from penstock.kv.index import DEVICE, ClusterIndex
 from penstock.sched.cluster import (
@@ -79,7 +80,7 @@ from penstock.service.events import (
     ToFrontend,
 )
 from penstock.service.fleet_account import FleetAccount
-from penstock.service.image_places import EMBEDDINGS, ImagePlaces
+from penstock.service.image_places import ImagePlaces
 from penstock.service.instances import ChannelLost, InstanceJoined, InstanceLeft
 from penstock.service.kv_sources import KVSources, brought_by
 from penstock.service.mesh import Mesh
@@ -443,6 +444,8 @@ class Master:
         self._untold.append(key)
         if not (sequence.counted or sequence.place.offline):
             self._rates.arrive(now, sequence.demand)
+            if self._policies.media is not None:
+                self._policies.media.observe(now, sequence.demand, *self.images.unseen(now, sequence.place.images))
         sequence.counted = True
 
     def _readmit(self, now: float) -> None:
@@ -492,7 +495,8 @@ class Master:
 
     def _with_cached(self, now: float, demand: Demand, place: Place) -> Demand:
         """With what each instance has of the prompt now, and who lends it to others."""
-        demand = self.images.with_images(now, demand, place.images)
+        if place.images:
+            demand = self.images.with_images(now, demand, place.images)
         if not place.keys:
             return demand
         found = self.index.match(place.keys)
@@ -610,8 +614,9 @@ class Master:
 
     def _begin(self, now: float, key: Key) -> None:
         flight = self._in_flight.get(key)
-        self.images.seen(key)
         if flight is not None:
+            if flight.place.images:
+                self.images.seen(key)
             flight.prefiller.prompt_done(now, key)
             flight.home.begin(key)
             flight.since = now
@@ -721,7 +726,8 @@ class Master:
         queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)
         over = self._in_flight.pop(key, None)
         self._prefilled.pop(key, None)
-        self.images.seen(key)
+        if over is not None and over.place.images:
+            self.images.seen(key)
         if self._recorder is not None and (over or (queued and queued.counted)):
             self._recorder.ended(now, key[1], key[0], outcome, refused)
         if over is None:

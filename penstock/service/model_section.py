@@ -97,6 +97,7 @@ class ModelSection:
         known: dict[str, Any] = {}
         if (common := self.common) is not None:
             known = {"model": common.model, "policy": common.policy, "live_roles": common.live_roles}
+            known["media_route"] = common.media_route
         own = defaults(tables.model) | known | file.values(spots, tables.model) | dict(overrides)
         prefix = self._prefix(own)
         priorities = self._priorities() if common is None or "priorities" in spots else dict(common.priorities)
@@ -131,7 +132,8 @@ class ModelSection:
             file.complain(transport_spots["kind"], f"'shared', {why}")
         tls = self._tls(transport_spots.get("tls"), transport["kind"])
         warnings = [f"{prefix}transport.faults: messages between engines are damaged on purpose"] if faults else []
-        model, flight_recorder, live_roles = (own.pop(key) for key in ("model", "flight_recorder", "live_roles"))
+        model, flight_recorder = own.pop("model"), own.pop("flight_recorder")
+        live_roles, media_route = own.pop("live_roles"), own.pop("media_route")
         return Deployment(
             model=model,
             prefix=prefix,
@@ -139,6 +141,7 @@ class ModelSection:
                 model=model,
                 policy=policy,
                 live_roles=live_roles,
+                media_route=media_route,
                 priorities=priorities,
                 scaling=scaling,
                 transport=transport["kind"],
@@ -151,6 +154,7 @@ class ModelSection:
             groups=tuple(replace(group, name=prefix + group.name) for group in groups),
             policy=policy,
             live_roles=live_roles,
+            media_route=media_route,
             priorities=priorities,
             cluster=cluster,
             ray=ray,

@@ -91,6 +91,7 @@ def _plan_model(
             settings["options"] |= way_of(group, instance, folder)
         yield program(name, "engine", settings, starts=instance not in group.spares, **more)
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
+    settings["media_route"] = None if deployment.media_route == "auto" else deployment.media_route
     settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
     settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
     settings["slow_after"] = deployment.restart.slow_after
@@ -128,6 +129,7 @@ def _engine(
     settings: dict[str, Any] = {**place, "name": name, "shown_as": name, "lease_s": deployment.lease, "public": None}
     settings["kv_pool"] = str(folder / (deployment.prefix + KV_POOL)) if pooled else None
     settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
+    settings["seen"] = str(folder / f"{deployment.prefix}seen") if group.shares_memory and not rayed else None
     settings["weights"] = _weights(deployment, folder, name, joins) if group.shares_weights else None
     more: dict[str, Any] = {**place, "socket": folder / name, "devices": group.ranks}
     more["needs"] = deployment.prefix + KV_POOL if pooled else None

@@ -42,6 +42,7 @@ from penstock.sched.cluster import (
 from penstock.sched.cluster.columns import least
 from penstock.sched.cluster.startup import Path
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.encodes import UNBOUNDED
 from penstock.sched.local.lane import Lane
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
@@ -69,7 +70,7 @@ from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
 from penstock.sim.store import SimStore
-from penstock.sim.tower import SimTower
+from penstock.sim.tower import SimTower, encode_budget, kept_tokens
 from penstock.sim.wires import MemoryCarrier, Orphan, PeerArrival, SharedOrphans, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -370,6 +371,7 @@ class Cluster:
             max_sequences=group.max_num_seqs,
             max_model_len=group.max_model_len,
             searches=False,
+            **_seeing(group),
         )
         believed = StepTime(group.believed, group.times.shape)
         return Scheduler(
@@ -380,6 +382,7 @@ class Cluster:
             policy=ENGINE_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
             offload=Offload(pool, lanes) if (lanes := self._lanes(group)) else None,
             windows=group.windows,
+            media_tokens=UNBOUNDED if group.times.shape.vision is None else kept_tokens(group.times),
         )
 
     def _lanes(self, group: InstanceGroup) -> list[Lane]:
@@ -576,10 +579,16 @@ class _Costs:
 
 
 def _tower(group: InstanceGroup) -> SimTower | None:
-    """Of one that sees. An image waits for no step that is longer than steps may be."""
+    """Of one that sees."""
+    return None if group.times.shape.vision is None else SimTower(group.times)
+
+
+def _seeing(group: InstanceGroup) -> dict[str, int]:
+    """How much of images is in a step: what keeps within its limit, or all that there is."""
     if group.times.shape.vision is None:
-        return None
-    return SimTower(group.times, group.limit.most if group.stage_scheduling else None)
+        return {}
+    limited = group.stage_scheduling
+    return {"encode_budget": encode_budget(group.times, group.limit.most) if limited else UNBOUNDED}
 
 
 def _fleet(scaling: Scaling | None) -> FleetLimits | None:

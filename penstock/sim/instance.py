@@ -44,6 +44,7 @@ from penstock.core.wire.engine import (
 )
 from penstock.core.wire.handoff import Committed, Fetch, Lent, Missing, PeerMessage, Push, Release, Reserved, Waiting
 from penstock.kv.cache_log import CacheLog, DeltaPace
+from penstock.kv.embeddings import EMBEDDINGS
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON, STOPS_IN
@@ -57,7 +58,6 @@ from penstock.sim.traffic import STOP, own_token
 from penstock.sim.wires import LoadedBlocks, MemoryCarrier, PeerArrival, RemappedBlocks, SharedOrphans, TierWay
 
 IDLE_REPORT = 0.5  # seconds between snapshots while nothing changes
-EMBEDDINGS = "embeddings"  # tier of a `CacheDelta`: digests of images
 IDLE = 0  # the lane of idle reports; see `Due`
 NO_EMBEDDING = (0.0,)  # nobody looks at it
 TICKS = 20  # of the hand-offs, in a lease
@@ -111,7 +111,7 @@ class SimInstance:
         ways: tier below its device -> the way there; the scheduler has the same tiers.
         orphans: what failed instances have left where it can take it over; None without such a place.
         strides: whether equal steps are taken together; without, the same comes out more slowly.
-        tower: with which it looks at images for others; None where the model sees nothing.
+        tower: with which it looks at images; None where the model sees nothing.
 
     Attributes:
         busy: seconds that its steps took.
@@ -135,6 +135,7 @@ class SimInstance:
         tower: SimTower | None = None,
     ) -> None:
         self.tower = tower
+        scheduler.encodes.gives = tower is not None
         self._lanes = () if scheduler.offload is None else scheduler.offload.lanes
         self._ways = dict(ways or {})
         assert self._ways.keys() == {lane.name for lane in self._lanes}
@@ -187,7 +188,7 @@ class SimInstance:
         """Fail. Returns the outputs up to now, as clients had received every token as soon as it was sampled."""
         self._stopped = now
         self._leave_store()
-        self.intake.handoffs = None  # breaks a reference cycle
+        self.intake.handoffs = self.intake.images = None  # breaks reference cycles
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
             done = self._stride.done(now)
@@ -253,7 +254,7 @@ class SimInstance:
     def _makes_way(self, now: float, stride: Stride, letters: Sequence[Letter]) -> bool:
         """Whether what runs is only offline, would run on for long, and something online has come. A request that comes
         prefilled waits for the end of the step."""
-        if stride.quiet or stride.interrupted or stride.end <= now + SOON or not stride.plan.sequences:
+        if stride.quiet or stride.interrupted or stride.end <= now + SOON or stride.plan.encodes:
             return False
         if not any(
             isinstance(letter, ClientCommand)
@@ -291,7 +292,7 @@ class SimInstance:
             self._news.append(self._post.to_frontend(now, frontend, self.name, fetched))
         for arrival in self._orphans.take(now) if self._orphans is not None else ():
             self._news.append(Due(arrival.at, Priority.MESSAGE, partial(self._arrived, arrival)))
-        if self.scheduler.has_work or (self.tower is not None and self.tower.waiting):
+        if self.scheduler.has_work:
             self._begin(now)
         self._copy(now)
         self._send_peers(now)
@@ -339,17 +340,14 @@ class SimInstance:
     def _begin(self, now: float) -> None:
         self._load = None
         plan = self.scheduler.schedule(now) if self.scheduler.has_work else StepPlan(())
-        looking = [] if self.tower is None or plan.work.prefills else self.tower.begin()
-        if not (plan.sequences or looking):
+        if plan.empty:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
-        alike = self._strides and not plan.work.prefills and not looking  # the steps after it may be
+        alike = self._strides and not plan.work.prefills and not plan.encodes  # the steps after it may be
         repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
         until = self._next_due() if repeats else now
         to_end = not self._ways  # else blocks are to be copied before it
-        self._stride = begin_stride(
-            now, plan, self._pace, self.scheduler, self._lengths, until, to_end=to_end, looking=looking
-        )
+        self._stride = begin_stride(now, plan, self._pace, self.scheduler, self._lengths, until, to_end=to_end)
 
     def _goes_on(self, stride: Stride) -> bool:
         """Whether the next step is like the last although a look at the clock is due."""
@@ -379,10 +377,10 @@ class SimInstance:
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
         self.busy += stride.began - began
-        looked = self.tower is not None and bool(self.tower.looking)
-        if self.tower is not None:
-            self.tower.end(self.handoffs.give_side, ends[-1] - began if ends else 0.0)
-            self._changed |= looked
+        if self.tower is not None and stride.plan.encodes and not stride.interrupted:
+            self.tower.end(stride.plan, stride.began - began, {request_id for request_id, _ in self.intake.owners()})
+            self.intake.seen(stride.plan.encodes)
+            self._changed = True
         if stride.interrupted:
             self.scheduler.update(stride.plan, StepResult([], [], interrupted=True))
             return
@@ -395,7 +393,7 @@ class SimInstance:
             self._changed |= news
             self._deltas.hurries |= news
             self._report(now, outputs)
-        if not (stride.plan.has_media or looked):  # as an engine does
+        if not stride.plan.encodes:  # as an engine does
             self.scheduler.measurements.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
@@ -587,8 +585,8 @@ class SimInstance:
             case ClientCommand(frontend=frontend, command=Cancel() as cancel):
                 self._deltas.hurries = True
                 self.intake.obey(frontend, cancel)
-            case ClientCommand(command=Encode() as encode) if encode.to == self._incarnation and self.tower is not None:
-                self.tower.order(encode, self.handoffs.give_side)
+            case ClientCommand(command=Encode() as encode):
+                self.intake.encode(encode)
             case ClientCommand(frontend=frontend, command=Pixels() as pixels):
                 self.intake.pixels(frontend, pixels)
             case ClientCommand(frontend=frontend, command=Migrate() as migrate):
@@ -617,8 +615,6 @@ class SimInstance:
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()
-        if self._pace.embeddings is not None:
-            self._pace.embeddings.check()
         if self.tower is not None:
             self.tower.check()
 

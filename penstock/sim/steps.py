@@ -7,15 +7,13 @@ without a decision between them are a stride; what of the scheduler is left out 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.plan import StepPlan
-from penstock.core.sizes import MEDIA_CACHE
-from penstock.kv.embedding_ledger import EmbeddingLedger
 from penstock.sched.local import Scheduler
 from penstock.sched.steptime import StepTime
 from penstock.sim.repeat import again, repeatable
@@ -35,15 +33,11 @@ class StepTimer:
             and now and then much longer, as real ones are.
         rng: of the noise. The n-th step of an instance has the n-th draw, whatever the steps are, so that two policies
             are compared on the same random sequence.
-
-    Attributes:
-        embeddings: of images; None where the model sees none.
     """
 
     def __init__(self, times: StepTime, noise: float, rng: np.random.Generator) -> None:
         self._times = times
-        tower = times.shape.vision
-        self.embeddings = None if tower is None else EmbeddingLedger(MEDIA_CACHE // tower.token_bytes)
+        self._sees = times.shape.vision is not None
         self._seconds = 1e-3  # per ms of the model
         self._noise = noise
         self._rng = rng
@@ -57,10 +51,10 @@ class StepTimer:
         """Steps take so many times as long from now on."""
         self._seconds *= factor
 
-    def step(self, plan: StepPlan, looking: Sequence[int] = ()) -> float:
-        """Seconds that a step takes, with images of so many tokens each that it looks at for others."""
+    def step(self, plan: StepPlan) -> float:
+        """Seconds that a step takes."""
         work = plan.work
-        images = [*looking, *(self.embeddings.meet(plan) if self.embeddings is not None else ())]
+        images = [encode.span.length for encode in plan.encodes if not encode.made] if self._sees else []
         if images:
             ms = self._times.step_ms(*work) + self._times.encode_ms(images)
             return self._noisy(ms + self._times.copy_ms(plan.copied_tokens))
@@ -213,7 +207,6 @@ def begin_stride(
     until: float,
     *,
     to_end: bool,
-    looking: Sequence[int] = (),
 ) -> Stride:
     """Run a plan that `scheduler` has just made, and go on as long as nothing changes, until a step ends at `until` or
     later.
@@ -221,9 +214,8 @@ def begin_stride(
     Args:
         lengths: how many tokens each request will generate.
         to_end: the step in which a sequence ends may be among them.
-        looking: see `StepTimer.step`; there are no further steps then.
     """
-    stride = Stride(plan, now, [now + pace.step(plan, looking)])
+    stride = Stride(plan, now, [now + pace.step(plan)])
     if until > now:
         stride.more, stride.ending = repeatable(scheduler, plan, lengths)
         if stride.ending and not to_end:

@@ -14,7 +14,7 @@ import torch
 import penstock.engine.loop
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, RankFailed
-from penstock.core.plan import Branches, SequenceStep, StepPlan, TailCopy
+from penstock.core.plan import Branches, Encode, SequenceStep, StepPlan, TailCopy
 from penstock.core.request import MediaSpan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.build import EngineOptions, build_engine
@@ -262,16 +262,17 @@ def test_plans_arrive_as_they_were():
         following=7,
         proposes=3,
         media=[MediaSpan(100, 2, b"digest")],
-        pixels=[(b"digest", bytes(12))],
     )
     others = replace(whole, request_id="b", generated=None, branches=None)
-    plan = StepPlan((whole, others), (4,), ("c",), (TailCopy(1, 4, 20),))
+    encodes = (Encode("a", MediaSpan(100, 2, b"digest"), bytes(12)), Encode("b", MediaSpan(1, 2, b""), b"", b"made"))
+    plan = StepPlan((whole, others), (4,), ("c",), (TailCopy(1, 4, 20),), encodes=encodes, forgotten=(b"gone",))
     decode = PlanDecoder()
     for _ in range(2):  # the second time parameters are known
         arrived = decode(encode_plan(plan))
         assert arrived.fresh_blocks == (4,)
         assert arrived.released == ("c",)
         assert arrived.copies == (TailCopy(1, 4, 20),)
+        assert (arrived.encodes, arrived.forgotten) == (encodes, (b"gone",))
         for mine, theirs in zip(plan.sequences, arrived.sequences, strict=True):
             for name in SequenceStep.__dataclass_fields__:
                 assert getattr(theirs, name) == getattr(mine, name), name

@@ -65,6 +65,7 @@ def make_engine(
     way: Callable[[Slots], Slots] = lambda way: way,
     grammars: Grammars | None = None,
     speculation: Speculation | None = None,
+    media_tokens: int = 1 << 20,
 ) -> Engine:
     """On CUDA the cache is a tensor of the device, addressed by table.
 
@@ -114,6 +115,7 @@ def make_engine(
         offload=Offload(pool, lanes) if lanes else None,
         speculation=speculation,
         windows=windows,
+        media_tokens=media_tokens,
     )
     clock, runner = SystemClock(), Runner(model, cache, graph_mode, grammars)
     return Engine(scheduler, InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock, movers=movers)

@@ -1,17 +1,21 @@
 """Models that see: as transformers does, and the same tokens however a request runs."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep
+from penstock.core.errors import InvalidRequest
+from penstock.core.plan import BLOCK_TOKENS, Encode, SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import KVCache, make_layout
+from penstock.engine.media import MediaEmbeddings
 from penstock.nn import native
 from penstock.nn.batch import Batch
 from penstock.nn.loader import load_model
 from penstock.nn.mrope import rotary_positions
+from penstock.sched.local.limits import StepBudget
 from tests.helpers.checkpoints import auto_class, write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.pictures import IMAGE, picture, seeing
@@ -79,7 +83,8 @@ def ours(model, request, chunks):
     layout = make_layout(model.config, model.dtype, "block", "")
     cache = KVCache.on_device(layout, 16, CPU)
     cache.slots.zero_()
-    engine = make_engine(model)
+    media, spans = MediaEmbeddings(), zip(request.media, request.pixels, strict=True)
+    media.follow(model, StepPlan((), encodes=tuple(Encode("r", *each) for each in spans)))
     rows, done = [], 0
     for chunk in [*chunks, len(request.prompt)]:
         own = request.prompt[done : done + chunk]
@@ -88,9 +93,9 @@ def ours(model, request, chunks):
         end = done + len(own)
         blocks = tuple(range(-(-end // BLOCK_TOKENS)))
         step = SequenceStep("r", done, own, blocks, 1, SamplingParams(), 0)
-        step.media, step.pixels = request.media, request.pixels_of(done, end)
+        step.media = request.media
         batch = Batch([step], CPU)
-        batch.seen = engine.executor.worker.media.seen(model, batch)
+        batch.seen = media.seen(model, batch)
         rows.append(model.logits(model(batch, cache.layers)))
         done = end
     return torch.cat(rows)
@@ -128,10 +133,11 @@ def test_same_tokens_however_it_runs(model):
     assert Collector(make_engine(model, graph_mode="eager")).run(mine())["mine"] == alone
     for prefix_cache in (True, False):
         assert preempted(model, mine, prefix_cache) == alone
-    forgetful = make_engine(model, budget=16, sequences=1)
-    forgetful.executor.worker.media._most = 0
-    assert Collector(forgetful).run(mine())["mine"] == alone
-    assert forgetful.executor.worker.media.looked > 2, "nothing was kept, so chunks look again"
+    for room in (63, 78, 1000):  # one after the other, or both at once
+        piecewise = make_engine(model, budget=16, media_tokens=room)
+        assert Collector(piecewise).run(mine(), *others)["mine"] == alone
+    with pytest.raises(InvalidRequest, match=r"image 0: 63 tokens, allowed are at most 62.*media-cache-memory"):
+        make_engine(model, media_tokens=62).add(mine())
     beams = seeing("mine", [text(20, 1), SMALL, text(9, 3)], n=3, use_beam_search=True, max_tokens=8)
     Collector(make_engine(model)).run(beams)
 
@@ -167,17 +173,32 @@ def test_prefixes_are_found_by_what_is_seen(model):
     moved = [text(40, 4), LARGE, text(9, 2)]
     collector.run(seeing("moved", moved))
     assert worker.media.looked == 2, "its embeddings were kept"
-    worker.media.check()
 
 
 def test_what_is_kept_is_bounded(model):
-    collector = Collector(make_engine(model, prefix_cache=False))
-    media = collector.engine.executor.worker.media
-    media._most = 3 * 15 * 64 * 4  # three small ones
+    collector = Collector(make_engine(model, prefix_cache=False, media_tokens=3 * 15))  # three small ones
+    media, encodes = collector.engine.executor.worker.media, collector.engine.scheduler.encodes
     for turn, i in enumerate((1, 2, 3, 1, 4, 2)):
         collector.run(seeing(f"r{turn}", [picture(3, 5, i), [5]], max_tokens=1))
-        media.check()
-    assert (media.looked, media.found) == (5, 1), "the fourth took the place of the second"
+        encodes.check()
+        assert len(media) <= 3
+    assert (media.looked, encodes.found) == (5, 1), "the fourth took the place of the second"
+    collector.engine.clear_cache()
+    collector.run(seeing("again", [picture(3, 5, 2), [5]], max_tokens=1))
+    assert (len(media), media.looked) == (1, 6), "what was forgotten is looked at again"
+
+
+def test_how_much_a_step_encodes_is_found_by_what_it_takes(model):
+    """Twice as much as before at most, as long as that is within the limit."""
+    for limit, least, most in ((60.0, 513, 1024), (1e-9, 64, 64)):
+        engine = make_engine(model, prefix_cache=False)
+        engine._encode_budget = StepBudget(1, 1024, limit)
+        engine.scheduler.limits = replace(engine.scheduler.limits, encode_budget=64)
+        collector = Collector(engine)
+        for turn in range(4):
+            parts = [part for i in range(9) for part in (picture(9, 7, 10 * turn + i), [5])]
+            collector.run(seeing(f"r{turn}", parts, max_tokens=1))
+        assert least <= engine.scheduler.limits.encode_budget <= most
 
 
 @pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.sched.cluster.base import ClusterView, InstanceLoad
+from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
 from penstock.sched.cluster.epd_profiler import EVERY, FEWEST, PACE, EPDProfiler, layout_of, moves, search
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
@@ -127,6 +127,11 @@ def test_the_fewest_moves_make_a_layout():
     assert layout_of(view(any=3, decode=1), None) is None
 
 
+def tell(profiler: EPDProfiler, request: MediaRequest) -> None:
+    demand = Demand(key=("f", "r"), prompt_tokens=request.prompt, max_tokens=request.output)
+    profiler.observe(request.at, demand, request.images, request.seen)
+
+
 def thought(profiler: EPDProfiler, **roles: int):
     """What it comes to, and how often it was asked."""
     for asked in range(100_000):
@@ -138,7 +143,7 @@ def thought(profiler: EPDProfiler, **roles: int):
 def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
     profiler = EPDProfiler(TIGHT, NARROW, gain=0.05)
     for request in traffic(2, output=200):
-        profiler.observe(request)
+        tell(profiler, request)
     made, asked = thought(profiler, any=4)
     assert asked > 10, f"it is done after {asked} questions, each of {PACE} rounds"
     assert profiler.route == profiler.found.layout.route != "EPD"
@@ -150,7 +155,7 @@ def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
 def test_without_images_or_with_few_requests_it_says_nothing(images, count):
     profiler = EPDProfiler(MACHINE, TARGETS)
     for request in traffic(images, count=count):
-        profiler.observe(request)
+        tell(profiler, request)
     assert not profiler.decide(view(any=4))
     assert (profiler._search, profiler.choose(view(any=4))) == (None, None)
 
@@ -158,7 +163,7 @@ def test_without_images_or_with_few_requests_it_says_nothing(images, count):
 def test_it_leaves_what_is_nearly_as_good():
     profiler = EPDProfiler(MACHINE, TARGETS, gain=10.0)
     for request in traffic(2):
-        profiler.observe(request)
+        tell(profiler, request)
     made, _ = thought(profiler, any=2)
     assert (made, profiler.route) == ((), None)
     assert profiler.found.factor > 0

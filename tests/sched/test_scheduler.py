@@ -75,6 +75,7 @@ class Engine:
         self.moves: list[Order] = []  # between the device and the tiers below it, under way
         self.copies: dict[tuple[str, int], list[list[int]]] = {}  # tier and slot -> the block's cells
         self.store: dict[bytes, list[list[int]]] = {}  # the same of what engines share, by key
+        self.seen: dict[bytes, int] = {}  # embeddings, by digest, and of how many tokens
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +146,12 @@ class Engine:
     def make_ready(self, plan: StepPlan) -> None:
         for block in plan.fresh_blocks:
             self.clear(block)
+        for digest in plan.forgotten:
+            self.seen.pop(digest, None)
+        for encode in plan.encodes:
+            assert encode.pixels == encode.span.digest
+            self.seen[encode.span.digest] = encode.span.length
+        assert sum(self.seen.values()) <= self.scheduler.encodes.room
         for source, target, tokens in plan.copies:
             kept = [self.cells[source, i] for i in range(tokens)]
             self.clear(target)
@@ -157,14 +164,17 @@ class Engine:
         plan = self.scheduler.schedule(self.now)
         self.now += 0.01
         self.send()
-        if not plan.sequences:
+        if plan.empty:
             assert self.flying or self.moves or not self.scheduler.has_work
             return None
         limits = self.scheduler.limits
-        assert plan.num_tokens <= limits.token_budget
-        assert 0 < len(plan.sequences) <= limits.max_sequences
-        assert max(Counter(s.request_id for s in plan.sequences).values()) == 1
-        assert len(set(plan.fresh_blocks)) == len(plan.fresh_blocks)
+        assert sum(len(s.tokens) for s in plan.sequences) <= limits.token_budget
+        assert len(plan.sequences) <= limits.max_sequences
+        assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        encoded = sum(each.span.length for each in plan.encodes[1:])
+        assert encoded <= limits.encode_budget
+        prompts = [s for s in plan.sequences if s.branches is None and len(s.tokens) > max(1, s.sample)]
+        assert not (plan.encodes and prompts)
         together = [self.scheduler.sequence(s.request_id) for s in plan.sequences]
         if any(s.request.alone > (0 if s.branching else s.generated) for s in together):
             assert len(together) == 1
@@ -197,6 +207,9 @@ class Engine:
             groups = len(self.windows)
             tables = [s.blocks[group::groups] for group in range(groups)]
             past = self.read(tables[0], s.start - 1) if s.start else []
+            for span in s.media:
+                if s.start < span.start + span.length and span.start < s.start + len(s.tokens):
+                    assert span.digest in self.seen, "rows of an image that nobody has looked at"
             self.computed[s.request_id] += len(s.tokens)
             for i, token in enumerate(s.tokens):
                 past = [*past, self.sampled[-1 - token] if token < 0 else token]
@@ -329,6 +342,8 @@ def make(
     scarce=0.0,
     tails=4,
     stages=1,
+    media_tokens=1 << 20,
+    encode_budget=1 << 20,
 ) -> Engine:
     """
     Args:
@@ -342,7 +357,7 @@ def make(
     model_len = model_len or num_blocks * BLOCK_TOKENS
     num_blocks *= len(windows)
     num_blocks -= int(scarce * (num_blocks - most_held(windows, model_len, BLOCK_TOKENS)))
-    limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len)
+    limits = Limits(token_budget=budget, max_sequences=sequences, max_model_len=model_len, encode_budget=encode_budget)
     paced = LOCAL_POLICIES[policy](TIMES, StepLimit.asked(None))
     pool = BlockPool(range(num_blocks), windowed=windows[0] is not None)
     lanes = [Lane(Tier(slots), block_seconds, mirrors=True)] if slots else []
@@ -360,6 +375,7 @@ def make(
         windows=windows,
         tail_interval=tails,
         stages=stages,
+        media_tokens=media_tokens,
     )
     if block_seconds is not None:
         scheduler.predict_by(TIMES)
@@ -379,12 +395,24 @@ def request(name: str, prompt: list[int], max_tokens: int = 5, priority: int = 0
     )
 
 
+def pictures(prompt: list[int], lengths: list[int]) -> dict[str, tuple]:
+    """Media of a prompt, with some tokens between them; of three kinds, so that others have the same."""
+    spans: list[MediaSpan] = []
+    start = 3
+    for length in lengths:
+        if start + length <= len(prompt):
+            digest = bytes([length, start % 3])
+            spans.append(MediaSpan(start, length, digest))
+            start += length + start % 5
+    return {"media": tuple(spans), "pixels": tuple(span.digest for span in spans)}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, cancellations and steps, in a pool that is often too small. Half the time
     steps are scheduled ahead, and whatever happens may happen while two are in flight. Often there is a tier below it
     all, to and from which copies travel, arrive in any order, and fail. Often there are drafts: right, wrong, or both.
     Often some layers, or all, see no further back than a window, and there are blocks for that only. Some requests run
-    alone. Often the model is computed in stages.
+    alone. Often the model is computed in stages. Some prompts have images, of whose embeddings not all fit.
     """
 
     @initialize(
@@ -403,6 +431,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scarce=st.floats(0.0, 1.0),
         tails=st.sampled_from([4, 4, 0, 1, 7, 63]),
         stages=st.sampled_from([1, 1, 1, 2, 3, 4]),
+        media_tokens=st.sampled_from([70, 100, 1 << 20]),
+        encode_budget=st.sampled_from([0, 30, 1 << 20]),
     )
     def start(self, num_blocks, budget, sequences, prefix, wrong, **how):
         drafts = heads(4) if wrong == "by a head" else None if wrong is None else guessing(expected, wrong)
@@ -425,12 +455,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         offline=st.booleans(),
         bad_words=st.sampled_from([(), (), (), ((1, 2),)]),
         alone=ALONE,
+        images=st.lists(st.sampled_from([1, 9, 30, 70]), max_size=4),
     )
-    def arrive(self, prefix, family, own, max_tokens, priority, **promise):
+    def arrive(self, prefix, family, own, max_tokens, priority, images, **promise):
         name = f"r{len(self.requests)}"
         prompt = ([family * 7 + 1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest - 1]
         max_tokens = min(max_tokens, self.longest - len(prompt))
         self.requests[name] = (prompt, max_tokens)
+        promise |= pictures(prompt, images)
         self.engine.scheduler.add(request(name, prompt, max_tokens, priority, **promise), now=self.engine.now)
         self.engine.send()
 
@@ -460,13 +492,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         offline=st.booleans(),
         alone=ALONE,
+        images=st.lists(st.sampled_from([1, 9, 30, 70]), max_size=4),
     )
-    def search(self, prefix, own, width, max_tokens, priority, **promise):
+    def search(self, prefix, own, width, max_tokens, priority, images, **promise):
         name = f"r{len(self.requests)}"
         prompt = ([1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest - 1]
         max_tokens = min(max_tokens, self.longest - len(prompt))
         params = SamplingParams(use_beam_search=True, n=width)
-        asked = request(name, prompt, max_tokens, priority, params, **promise)
+        asked = request(name, prompt, max_tokens, priority, params, **promise, **pictures(prompt, images))
         scheduler = self.engine.scheduler
         room = (scheduler.pool.num_blocks // len(self.engine.windows) - blocks_for(len(prompt))) * BLOCK_TOKENS
         if width > scheduler.limits.max_sequences or width * (max_tokens - 1) > room:
@@ -487,13 +520,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         ttft_ms=st.sampled_from([None, 1.0, 1000.0]),
         offline=st.booleans(),
         alone=ALONE,
+        images=st.lists(st.sampled_from([1, 9, 30, 70]), max_size=4),
     )
-    def embed(self, prefix, own, pooling, priority, **promise):
+    def embed(self, prefix, own, pooling, priority, images, **promise):
         name = f"r{len(self.requests)}"
         prompt = ([1] * prefix + [len(self.requests) % 3 + 1] * own)[: self.longest]  # as long as anything may be
         self.requests[name] = (prompt, 0)
         self.pooling[name] = pooling
-        asked = request(name, prompt, 0, priority, pooling=pooling, **promise)
+        asked = request(name, prompt, 0, priority, pooling=pooling, **promise, **pictures(prompt, images))
         self.engine.scheduler.add(asked, now=self.engine.now)
         self.engine.send()
 
@@ -674,7 +708,7 @@ def test_placeholders_of_other_media_share_nothing_from_there_on():
     engine, prompt = make(), [1] * 70 + [2] * 60 + [3] * 40
     for name, digest, cached in (("a", b"cat", 0), ("b", b"dog", 64), ("c", b"cat", 168)):
         media = (MediaSpan(70, 60, digest),)
-        engine.scheduler.add(request(name, prompt, media=media, pixels=(b"",)))
+        engine.scheduler.add(request(name, prompt, media=media, pixels=(digest,)))
         sequence = engine.scheduler.sequence(name)
         run(engine)
         assert sequence.cached_tokens == cached

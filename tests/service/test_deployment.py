@@ -117,6 +117,7 @@ def test_a_policy_says_what_is_linked_and_how_engines_pace_their_steps():
     assert read(roles).groups[1].options["scheduling_policy"] == "slack"
     assert not read(roles).warnings
     assert [read(roles + more).live_roles for more in ("", "live-roles: true")] == [False, True]
+    assert [read(roles + more).media_route for more in ("", "media-route: ED+P")] == ["auto", "ED+P"]
 
 
 def test_what_ray_sets_apart_and_what_its_nodes_share():
@@ -230,6 +231,8 @@ def test_an_anchor_and_a_blank_value_are_fine():
         (SMALLEST + "  - count: 1", "up.yaml:4: instances[1]: a second group called 'engine'"),
         (SMALLEST + "    role: decode", "up.yaml:4: instances[0].role: 'decode', allowed only beside"),
         (SMALLEST + "    role: prefill", "up.yaml:4: instances[0].role: 'prefill', allowed only beside"),
+        (SMALLEST + "    role: encode", "up.yaml:4: instances[0].role: 'encode', allowed only beside"),
+        (SMALLEST + "media-route: P+D", "up.yaml:4: media-route: 'P+D', allowed is auto"),
         (
             SMALLEST + "engine: {device: cuda}\nkv-pool: {}",
             "up.yaml:5: kv-pool: a KV pool server holds blocks in the host's",

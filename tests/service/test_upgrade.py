@@ -51,6 +51,11 @@ def differ(before, after, **more):
             "priorities: [{priority: 1, ttft-ms: [1, 2], tpot-ms: [1, 2]}]\nlive-roles: true\ninstances: [{}]",
             ["master is started anew: live-roles, priorities"],
         ),
+        (
+            "instances: [{role: encode}, {role: prefill}, {role: decode}]",
+            "instances: [{role: encode}, {role: prefill}, {role: decode}]\nmedia-route: EP+D",
+            ["master is started anew: media-route"],
+        ),
     ],
 )
 def test_what_has_to_happen(before, after, lines):

@@ -6,8 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.request import MediaSpan
-from penstock.kv.embedding_ledger import EmbeddingLedger
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 from penstock.sim.traffic import IMAGE, media_of, prompt_of
 from penstock.workload.requests import WorkImage
@@ -75,7 +73,8 @@ def test_an_image_is_looked_at_once_as_long_as_it_is_kept():
     encode = TIMES.encode_ms([1300]) / 1e3
     assert first - text[0] == pytest.approx(encode)
     assert second - text[1] == pytest.approx(encode)
-    assert first_tokens("qwen2.5-vl-7b", new, again)[1] == pytest.approx(text[1])
+    step = TIMES.device.overhead_ms / 1e3  # of that which looks at it
+    assert first_tokens("qwen2.5-vl-7b", new, again)[1] == pytest.approx(text[1] - step)
 
 
 def test_prompts_with_other_images_share_no_blocks_behind_them():
@@ -88,17 +87,6 @@ def test_prompts_with_other_images_share_no_blocks_behind_them():
         assert (cluster.records[1].cached_tokens > block) == cached
 
 
-def test_kept_embeddings_are_bounded():
-    ledger = EmbeddingLedger(1000)
-    span = MediaSpan(0, 600, b"a")
-    assert not ledger.keep(span.digest, span.length)
-    assert ledger.keep(span.digest, span.length)
-    assert not ledger.keep(b"b", 600)
-    ledger.check()
-    assert not ledger.keep(b"a", 600)
-    assert (ledger.looked, ledger.found) == (3, 1)
-
-
 def test_repeats_are_asked_for_in_a_scenario():
     text = SCENARIO.replace("GEOMETRY", "qwen2.5-vl-7b").replace("requests: 2", "requests: 60")
     scenario = read(text)
@@ -106,7 +94,7 @@ def test_repeats_are_asked_for_in_a_scenario():
     for share in (0.0, 0.9):
         _, cluster = run(changed(scenario, workload=changed(scenario.workload, image_repeats=share)))
         (place,) = cluster.places.values()
-        looked[share] = place.instance._pace.embeddings.looked
+        looked[share] = place.instance.tower.looked
     assert 0 < looked[0.9] < 0.4 * looked[0.0]
 
 
@@ -133,7 +121,8 @@ def test_images_are_looked_at_where_the_route_has_it(layout, where):
     images = sum(len(media_of(request)) for request in cluster._requests)
     for_others, own = dict[str, int](), dict[str, int]()
     for name, place in cluster.places.items():
-        for_others[name], own[name] = place.instance.tower.looked, place.instance._pace.embeddings.looked
+        tower = place.instance.tower
+        for_others[name], own[name] = tower.for_others, tower.looked - tower.for_others
     if where in ("decode", "encode"):
         assert for_others[f"{where}-0"] == images == sum(for_others.values())
         assert not any(own.values())

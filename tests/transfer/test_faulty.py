@@ -1,6 +1,7 @@
 """Each fault does what it says, and nothing spoiled is ever taken for good."""
 
 import logging
+import random
 import time
 from itertools import pairwise
 
@@ -8,7 +9,9 @@ import pytest
 
 import penstock.transfer.faulty
 from penstock.core.errors import ConfigError
-from penstock.core.wire.handoff import Commit, Lease, Release, Renew
+from penstock.core.wire.handoff import AskEmbedding, Commit, EmbeddingPart, Lease, Release, Renew
+from penstock.kv.embeddings import Embedding, EmbeddingCache
+from penstock.sched.local.handoff.embeddings import PART, WINDOW, GiveSide, TakeSide
 from penstock.transfer.faulty import Faults, Partition
 from tests.helpers.links import KINDS, contents, ends
 
@@ -215,3 +218,33 @@ def test_what_can_be_said():
 def test_what_cannot(faults, message):
     with pytest.raises(ConfigError, match=message):
         Faults.parse(faults)
+
+
+def test_what_was_seen_in_an_image_comes_whole_whatever_is_lost_doubled_or_spoiled(kind, tmp_path):
+    """More than a window of it, each part of which may have to be asked for again."""
+    seen = Embedding.of(random.Random(1).randbytes(WINDOW + PART + 5))
+    faults = {"drop": 0.15, "duplicate": 0.15, "reorder": 0.15, "corrupt": 0.15, "seed": 5}
+    with ends(kind, tmp_path, faults=faults) as (giver, taker):
+        cache, arrived = EmbeddingCache(1 << 30), []
+        cache.put(b"image", seen)
+        give = GiveSide(cache, giver.transport)
+        take = TakeSide(taker.transport, lambda digest, came, why: arrived.append((digest, came, why)))
+        take.take(time.monotonic(), LEASE, b"image", giver.peer, 30.0)
+        handled = {giver: 0, taker: 0}
+
+        def over():
+            now = time.monotonic()
+            giver.news += giver.transport.receive()
+            for end in (giver, taker):
+                for message in end.messages[handled[end] :]:
+                    if isinstance(message, AskEmbedding):
+                        give.on_ask(now, taker.peer, message)
+                    elif isinstance(message, EmbeddingPart):
+                        take.on_part(now, giver.peer, message)
+                handled[end] = len(end.messages)
+            take.tick(now)
+            return bool(arrived)
+
+        taker.until(over, 30.0)
+    assert arrived == [(b"image", seen, "")]
+    assert sum(giver.transport.counters.dropped.values()) > 0

@@ -364,6 +364,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     tiers: tuple[TierStats, ...] = ()  # below the device, the quickest first
     expert_switches: int = 0  # of layers whose experts have moved between ranks
     split_steps: int = 0  # that were two micro-batches
+    encodes: int = 0  # images and videos that were looked at
+    given_embeddings: int = 0  # what was made of one, that other engines have taken
+    taken_embeddings: int = 0  # that other engines have made
     expert_imbalance: float = 0.0  # rows of experts that the busiest rank has over the mean; 0 where nobody looks
 
 

@@ -187,7 +187,7 @@ class PipelineExecutor:
         except BaseException as error:
             self._others.fail(0, RankFailed(f"rank 0 has failed: {type(error).__name__}: {error}"))
             raise
-        if self._answers_here and plan.sequences:
+        if self._answers_here and not plan.empty:
             self.answers.put(Answer(result, own.mask_costs, own.counts()))
         return began
 

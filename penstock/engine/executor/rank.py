@@ -131,7 +131,7 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
         others.world.await_plan()
         if plan := desk.next_plan():
             result = runner.run(decoded := decode(plan))
-            if answers and decoded.sequences:
+            if answers and not decoded.empty:
                 answer = encode_answer(Answer(result, runner.mask_costs, runner.counts()))
                 desk.put_answer(answer)
                 link.send(encode(Computed(len(answer))))

@@ -402,7 +402,16 @@ class MigrationPolicy(Protocol):
 
 class MediaPolicy(Protocol):
     """Decides which stages of requests with images are together. Asked on every tick of the master; what it answers is
-    for requests that are placed from then on."""
+    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well."""
+
+    def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
+        """An online request has come, with images or without.
+
+        Args:
+            images: tokens of each of its images that is to be looked at.
+            seen: tokens of all others, of which somebody has what was seen.
+        """
+        ...
 
     def choose(self, view: ClusterView) -> engine.MediaRoute | None:
         """None is "E+P+D" while there are instances of the role "encode", and otherwise "EP+D"."""

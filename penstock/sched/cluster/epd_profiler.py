@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.core.wire.engine import MediaRoute, Role
-from penstock.sched.cluster.base import ClusterView, InstanceLoad, Move
+from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Move
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
 
 STEP = 1.03  # from one rate to the next that is told apart
@@ -23,6 +23,7 @@ WINDOW = 400  # requests that are looked at
 FEWEST = 100  # with fewer, nothing is said
 GAIN = 0.1  # by which another layout has to carry more, to be worth a change
 IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
+LONGEST = 256  # tokens that outputs are taken for, before any has ended
 PACE = 16  # rounds of the model in one decision; each is some tens of events
 
 
@@ -102,9 +103,9 @@ class EPDProfiler:
         self.route: MediaRoute | None = None
         self.found: Profile | None = None
 
-    def observe(self, request: MediaRequest) -> None:
-        """A request has come, at a time of the views' clock."""
-        self._traffic.append(request)
+    def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
+        text = max(1, demand.prompt_tokens - sum(images) - seen)
+        self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
 
     def choose(self, view: ClusterView) -> MediaRoute | None:
         return self.route
@@ -116,7 +117,8 @@ class EPDProfiler:
                 return ()
             self._now = layout_of(view, self.route)
             start = self._traffic[0].at
-            traffic = [r._replace(at=r.at - start) for r in self._traffic]
+            most = round(view.rates.output_tokens) or LONGEST  # nobody knows how long outputs will be
+            traffic = [r._replace(at=r.at - start, output=min(r.output, most)) for r in self._traffic]
             candidates = layouts(len(view.instances) + len(view.encoders))
             self._search = search(self._machine, traffic, self._targets, candidates, self._now)
         for _ in range(PACE):

@@ -61,6 +61,16 @@ class AwaitedImages:
         commands = [*(held.command for held in self._held.values()), *(command for _, command in self.ready)]
         return sum(len(command.request.prompt) for command in commands)
 
+    def has(self, digest: bytes) -> bool:
+        """Whether this engine has what was made of an image."""
+        return self._cache.get(digest) is not None
+
+    def with_known(self, request: Request) -> Request:
+        """The request with what this engine has of its images, in place of their pixels."""
+        own = [span.digest for span in request.media if not span.embedded]
+        came = {digest: kept.data for digest in own if (kept := self._cache.get(digest)) is not None}
+        return with_images(request, came, {}) if came else request
+
     def hold(self, now: float, frontend: str, command: Enqueue) -> None:
         """A request that is to be admitted as soon as its images are there."""
         request_id = command.request.id

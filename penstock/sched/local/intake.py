@@ -11,10 +11,12 @@ from math import inf
 from typing import Protocol
 
 from penstock.core.errors import UserError
+from penstock.core.plan import Encode as PlannedEncode
 from penstock.core.request import Request, TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
     Drain,
+    Encode,
     Enqueue,
     Fetched,
     Lacking,
@@ -139,7 +141,8 @@ class Intake:
         return self._admit(now, frontend, command)
 
     def _admit(self, now: float, frontend: str, command: Enqueue) -> Refused | None:
-        request, generation, incarnation = command.request, command.generation, self.peer.incarnation
+        generation, incarnation = command.generation, self.peer.incarnation
+        request = command.request if self.images is None else self.images.with_known(command.request)
         follows = command.route[0] if command.route else None
         stays = "" if follows is None else self._stays(request, follows.peer)
         if stays or (follows is not None and follows.peer is None and self.role != "prefill"):
@@ -172,6 +175,25 @@ class Intake:
             if (refused := self._admit(now, frontend, command)) is not None:
                 told.append((frontend, refused))
         return told
+
+    def encode(self, command: Encode) -> None:
+        """Look at images that others are about to ask for; those who ask are told where that cannot be."""
+        if command.to != self.peer.incarnation or self.handoffs is None or self.images is None:
+            return
+        for span, pixels in zip(command.media, command.pixels, strict=True):
+            digest = span.digest
+            if self.images.has(digest) or digest in self.handoffs.give_side.coming:
+                continue
+            self.handoffs.give_side.expect(digest)
+            why = self._closed or self.scheduler.encodes.ask(command.request_id, span, pixels)
+            if why:
+                self.handoffs.give_side.made(digest, why)
+
+    def seen(self, encodes: Iterable[PlannedEncode]) -> None:
+        """A step has looked at these."""
+        if self.handoffs is not None:
+            for encode in encodes:
+                self.handoffs.give_side.made(encode.span.digest)
 
     def pixels(self, frontend: str, command: Pixels) -> None:
         """Of images that nobody else has looked at."""
@@ -259,7 +281,7 @@ class Intake:
         fetched, self._fetched = self._fetched, []
         return fetched
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, encode_ms: float | None = None) -> Snapshot:
         """The load, without a sequence number, so that two can be compared."""
         scheduler, measured = self.scheduler, self.scheduler.measurements
         whole = scheduler.kv.as_whole
@@ -274,7 +296,7 @@ class Intake:
             draining=self.draining,
             asleep=self.asleep,
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting + held,
+            waiting=scheduler.num_waiting + held + len(scheduler.encodes.asked),
             migrating=scheduler.num_migrating,
             waiting_tokens=waiting + (0 if self.images is None else self.images.tokens),
             prefill_tokens=prefill,
@@ -293,6 +315,7 @@ class Intake:
             load_ms=scheduler.kv.load_ms,
             factors=measured.factors,
             speed=measured.speed,
+            encode_ms=None if encode_ms is None else round(encode_ms, 4),
         )
 
     # --- what hand-offs tell

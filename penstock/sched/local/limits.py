@@ -38,12 +38,14 @@ class Limits:
         max_sequences: sequences that run at once, at most.
         max_model_len: prompt and output tokens of one sequence, at most; the pool can hold one such sequence.
         searches: whether what computes the steps can search with beams.
+        encode_budget: tokens that stand for what is encoded in one step, at most, beyond the first image.
     """
 
     token_budget: int
     max_sequences: int
     max_model_len: int
     searches: bool = True
+    encode_budget: int = 1 << 14
 
     def __post_init__(self) -> None:
         assert self.max_sequences >= 1

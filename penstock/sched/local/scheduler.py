@@ -18,12 +18,13 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult, TailCopy
+from penstock.core.plan import BLOCK_TOKENS, Encode, SequenceStep, StepPlan, StepResult, TailCopy
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, stand_in
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.kv.pool import BlockPool
 from penstock.sched.local.beams import BeamGroup, check_group
+from penstock.sched.local.encodes import UNBOUNDED, Encodes, served
 from penstock.sched.local.kv_manager import KVManager
 from penstock.sched.local.limits import Limits, OfflineChunk, SchedulerCounters
 from penstock.sched.local.offload import Offload
@@ -49,6 +50,7 @@ class StepBuilder:
         short: a running sequence had to give up its blocks.
         drafts: behind the next token of each, that may be right.
         prompt_tokens: of what it was filled with.
+        encodes: see `StepPlan`.
 
     Args:
         offline: tokens of prompts in it, where nothing in it is online; None where nothing bounds them.
@@ -62,6 +64,11 @@ class StepBuilder:
         self.short = False
         self.drafts: dict[Sequence, list[int]] = {}
         self.prompt_tokens = 0
+        self.encodes: list[Encode] = []
+
+    @property
+    def empty(self) -> bool:
+        return not (self.grants or self.encodes)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence from the step; call it before preempting it."""
@@ -75,10 +82,10 @@ class StepBuilder:
             return self.budget
         return min(self.budget, self._offline - sum([count for count in self.grants.values() if count > 1]))
 
-    def plan(self, released: list[str], copies: tuple[TailCopy, ...]) -> StepPlan:
+    def plan(self, released: list[str], copies: tuple[TailCopy, ...], forgotten: tuple[bytes, ...]) -> StepPlan:
         """
         Args:
-            released, copies: see `StepPlan`.
+            released, copies, forgotten: see `StepPlan`.
         """
         drafts = self.drafts
         return StepPlan(
@@ -86,6 +93,8 @@ class StepBuilder:
             tuple([block for blocks in self.fresh.values() for block in blocks]),
             tuple(released),
             copies,
+            encodes=tuple(self.encodes),
+            forgotten=forgotten,
         )
 
 
@@ -108,6 +117,7 @@ class Scheduler:
         windows: of the model's groups of layers (`kv.groups`). Blocks that left them are given back.
         tail_interval: see `KVManager`.
         stages: of the pipeline that computes steps.
+        media_tokens: whose embeddings an engine keeps, see `Encodes`.
     """
 
     def __init__(
@@ -123,6 +133,7 @@ class Scheduler:
         windows: Windows = WHOLE,
         tail_interval: int = TAIL_INTERVAL,
         stages: int = 1,
+        media_tokens: int = UNBOUNDED,
     ) -> None:
         self.pool = pool
         self.stages = stages
@@ -134,6 +145,10 @@ class Scheduler:
         self._in_flight = InFlightSteps(stages)
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows, tail_interval)
         self._windows = windows
+        self.encodes = Encodes(media_tokens)
+        self._seeing: Mapping[Sequence, int] = self.encodes.starts  # of requests that are text alone nothing is there
+        self._encoding: Mapping[str, Sequence] = self.encodes.waiting  # unknown to the policy
+        self._asked: Mapping[bytes, Encode] = self.encodes.asked  # by others
         self.measurements = Measurements()
         # a sequence is in one of these, or `ending` with the step in flight
         self._running: list[Sequence] = []
@@ -167,8 +182,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for blocks to be loaded or fetched included."""
-        return len(self._waiting) + len(self._loading) + len(self._awaiting)
+        """Those that wait for blocks to be loaded or fetched, or for encodes, included."""
+        return len(self._waiting) + len(self._loading) + len(self._awaiting) + len(self._encoding)
 
     @property
     def num_migrating(self) -> int:
@@ -182,7 +197,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        waits = self._waiting or self._loading or self._awaiting
+        waits = self._waiting or self._loading or self._awaiting or self._encoding or self._asked
         return bool(self._running or self._in_flight.ending or waits)
 
     @property
@@ -210,7 +225,7 @@ class Scheduler:
 
     def tokens_due(self) -> tuple[int, int, int]:
         """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
-        elsewhere = (*self._loading.values(), *self._awaiting.values())
+        elsewhere = self._elsewhere
         waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in elsewhere])
         held, prefill = 0, 0
         for sequence in (*self._running, *self._in_flight.ending.values()):
@@ -219,6 +234,11 @@ class Scheduler:
             if pending > 1:
                 prefill += pending
         return waiting, prefill, held + sum([s.computed for s in self._migrating.values()])
+
+    @property
+    def _elsewhere(self) -> tuple[Sequence, ...]:
+        """Those that wait for something else than their turn."""
+        return (*self._loading.values(), *self._awaiting.values(), *self._encoding.values())
 
     def add(self, request: Request, *, migrates: bool = False, awaits: bool = False, now: float = 0.0) -> None:
         """Add a request.
@@ -229,8 +249,8 @@ class Scheduler:
 
         Raises:
             PromptTooLong: it could never fit, even alone.
-            InvalidRequest: a request of that id is here already, the prompt is empty, nothing is left to generate, or a
-                beam search is wider or longer than what ever runs at once.
+            InvalidRequest: a request of that id is here already, the prompt is empty, nothing is left to generate, a
+                beam search is wider or longer than what ever runs at once, or an image larger than what is kept.
         """
         length, longest = len(request.prompt) + len(request.generated), self.limits.max_model_len
         embeds = request.pooling is not None
@@ -247,6 +267,8 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
         if request.params.use_beam_search:
             check_group(request, self.limits, self.kv.kept_blocks(self.pool.num_blocks))
+        if request.media:
+            self.encodes.check_request(request)
         sequence = self._make(request, now)
         sequence.migrates = migrates
         if self.offload is not None:
@@ -281,6 +303,8 @@ class Scheduler:
         if self._awaiting.pop(request_id, None) is not None:
             return True
         if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
+            return True
+        if sequence.request.media and self.encodes.leave(sequence):
             return True
         self._policy.leave(sequence)
         if sequence.blocks:  # running and migrating sequences hold blocks, others do not
@@ -451,11 +475,13 @@ class Scheduler:
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
+        for sequence in self.encodes.arrived() if self._encoding else ():
+            self._queue(sequence)
         builder = self._taking_turns(delay) if self._alone else self._build(delay)
         self.counters.prompt_tokens += builder.prompt_tokens
         self.counters.steps += 1
         self._called = False
-        if not builder.grants:
+        if builder.empty:
             held = self._migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
             moves = (self.offload is not None and not self.offload.idle) or self._awaiting or self.kv.pinned
             assert held or moves or not self._sequences, "work waits and nothing can run"
@@ -466,7 +492,8 @@ class Scheduler:
         if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
         released, self._released = self._released, []
-        plan = builder.plan(released, self.kv.take_copies() if self.kv.copies else ())
+        forgotten = self.encodes.take_forgotten() if self.encodes.forgotten else ()
+        plan = builder.plan(released, self.kv.take_copies() if self.kv.copies else (), forgotten)
         if speculation is not None and speculation.head is not None:
             self._ask_head(plan, speculation)
         return plan
@@ -478,11 +505,14 @@ class Scheduler:
         together = self._running if not self._alone else [s for s in self._running if s.id not in self._alone]
         for sequence in together:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
+        if self._seeing:  # the last token of a prompt may be one of an image
+            prefilling += [s for s in decoding if not self._reach(s, s.computed)]
+            decoding = [s for s in decoding if self._reach(s, s.computed)]
         share = -(-(len(together) + len(self._in_flight.ending)) // self.stages)
         # each stage is to have its share of them, and those that waited longest come first
         decoding, others = decoding[:share], decoding[share:]
         builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
-        if self._policy.steady and not (prefilling or self._waiting):
+        if self._policy.steady and not (prefilling or self._waiting or self._seeing or self._asked):
             self._decode(builder, decoding)
         else:
             self._decode_and_fill(builder, delay, decoding, prefilling)
@@ -495,10 +525,33 @@ class Scheduler:
     ) -> None:
         allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
         self._decode(builder, allowance.decoding)
+        if (self._seeing or self._asked) and self._encode(builder, prefilling):
+            self._decode(builder, allowance.held_back() if allowance.bounded else ())
+            return
         self._fill(builder, allowance, prefilling)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         if self._offline_chunk.tokens is not None and all_offline(builder.grants):
             self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
+        if (self._seeing or self._asked) and not builder.prompt_tokens:
+            self._encode_before(builder, None)
+
+    def _encode(self, builder: StepBuilder, prefilling: Items[Sequence]) -> bool:
+        """Have the step encode what comes before all prompts that could be in it, and whether it does: then it is to
+        have none of these."""
+        turns = [s.turn for s in prefilling if self._reach(s, s.computed)]
+        if self._waiting:
+            turns.append(self._waiting.head.turn)
+        return self._encode_before(builder, min(turns, default=None))
+
+    def _encode_before(self, builder: StepBuilder, turn: tuple[float, ...] | None) -> bool:
+        """Have the step encode what comes before a turn, and whether there is any; None is whatever there is."""
+        alone, budget = self._alone, self.limits.encode_budget
+        builder.encodes = self.encodes.choose(budget, turn, lambda s: s.id not in alone, builder.grants)
+        return bool(builder.encodes)
+
+    def _reach(self, sequence: Sequence, start: int) -> int:
+        """Tokens of it that can be computed from a position on."""
+        return self.encodes.most(sequence, start) if sequence.request.media else len(sequence.tokens) - start
 
     def _taking_turns(self, delay: Callable[[], float]) -> StepBuilder:
         """A step of one that is to run alone, or of all others; by turns, as far as there is room."""
@@ -509,7 +562,7 @@ class Scheduler:
         # and once more, as the policy of a step of others may have put one that is to run alone at the queue's head
         for alone in (not self._ran_alone, self._ran_alone, True):
             builder = self._build_alone(admitting=not preempted) if alone else self._build(delay)
-            if builder.grants:
+            if not builder.empty:
                 self._ran_alone = alone
                 break
             preempted |= builder.short
@@ -518,12 +571,18 @@ class Scheduler:
     def _build_alone(self, *, admitting: bool) -> StepBuilder:
         """A step of the first of those that are to run alone: the next in the queue, or else one that runs."""
         builder = StepBuilder(self.limits.token_budget)
-        if admitting and self._waiting and self._waiting.head.id in self._alone:
-            self._admit(builder, Allowance([]), self._waiting.head)
+        while admitting and not builder.grants and self._waiting and self._waiting.head.id in self._alone:
+            admitting = self._admit(builder, Allowance([]), self._waiting.head)
         for sequence in [s for s in self._alone.values() if s in self._running]:
             if builder.grants:
                 break
-            self._grant_running(builder, sequence, min(sequence.pending, builder.budget, self.kv.chunk))
+            most = min(self._reach(sequence, sequence.computed), builder.budget, self.kv.chunk)
+            if most:
+                self._grant_running(builder, sequence, most)
+        if self._seeing and not builder.grants:
+            here = [s for s in self._alone.values() if s in self._running or s.id in self._encoding]
+            first = min(here, key=served, default=None)
+            builder.encodes = self.encodes.choose(0, None, lambda s: s is first, others=False)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         return builder
 
@@ -579,6 +638,7 @@ class Scheduler:
     def abandon(self) -> None:
         """The runner has failed and stopped. The steps in flight are computed again."""
         while self._in_flight:
+            self.encodes.undone(self._in_flight.first)
             for sequence in self._land(self._in_flight.first).values():
                 if sequence.blocks:
                     self._preempt(sequence, known=False)
@@ -660,6 +720,7 @@ class Scheduler:
         self.counters.interruptions += 1
         self.counters.prompt_tokens -= tokens
         self._offline_chunk.interrupted(tokens)
+        self.encodes.undone(plan)
 
     def _advance(
         self,
@@ -742,7 +803,7 @@ class Scheduler:
                 break
             if runs:
                 sequence = prefilling.pop()
-                most = min(sequence.pending, builder.left_for(sequence), self.kv.chunk)
+                most = min(self._reach(sequence, sequence.computed), builder.left_for(sequence), self.kv.chunk)
                 if most <= 0:
                     continue
                 count = allowance.chunk(sequence, sequence.computed, most) if allowance.bounded else most
@@ -762,8 +823,9 @@ class Scheduler:
             return
         if sequence.id in self._in_flight.ending or sequence.id in self._migrating:
             return  # it goes no further, for now or for good
-        count, room = builder.grants.get(sequence, 0), len(sequence.blocks) + self.pool.available
-        most = min(sequence.pending, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
+        count, room = builder.grants.get(sequence, 0), (len(sequence.blocks) + self.pool.available) // sequence.groups
+        reach = self._reach(sequence, sequence.computed)
+        most = min(reach, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
         more = allowance.lengthened(sequence.computed, count, most) - count
         if more:
             builder.grants[sequence] = count + more
@@ -817,7 +879,9 @@ class Scheduler:
             return True
         hit = self.kv.prefix_hit(sequence, self._running)
         cached = hit.tokens
-        rest = len(sequence.tokens) - cached
+        rest = self._reach(sequence, cached)
+        if not rest:
+            return self._await_encode(sequence, cached)
         most = min(rest, builder.left_for(sequence), self.kv.chunk)
         count = allowance.chunk(sequence, cached, most) if allowance.bounded and most > 0 else most
         if count <= 0:
@@ -838,7 +902,9 @@ class Scheduler:
             self._preempt(victim)
         if victims:  # their tokens are available again, and the tail that was found may be one of theirs
             hit = hit._replace(tail=None)
-            cached, rest = hit.tokens, len(sequence.tokens) - hit.tokens
+            cached, rest = hit.tokens, self._reach(sequence, hit.tokens)
+            if not rest:
+                return self._await_encode(sequence, cached)
             most = min(rest, builder.left_for(sequence), self.kv.chunk)
             count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
         self._waiting.remove(sequence)
@@ -858,6 +924,13 @@ class Scheduler:
             builder.fresh.setdefault(sequence, []).extend(new)
         if allowance.bounded:
             allowance.granted(sequence, cached, count)
+        return True
+
+    def _await_encode(self, sequence: Sequence, cached: int) -> bool:
+        """It leaves the queue until what it needs first is there, which was let go of, or was thought to be cached."""
+        self._waiting.remove(sequence)
+        self._policy.leave(sequence)
+        self.encodes.wait(sequence, cached)
         return True
 
     # --- preemption
@@ -890,7 +963,15 @@ class Scheduler:
         self._released.append(sequence.id)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Queue it."""
+        """Queue it, once what it needs first of its media is there."""
+        if sequence.request.media:
+            start = self.kv.prefix_hit(sequence).tokens
+            self.encodes.join(sequence, start)
+            if not self.encodes.most(sequence, start):
+                self._policy.leave(sequence)
+                self.encodes.wait(sequence, start)
+                self._called |= not sequence.offline
+                return
         self._policy.wait(sequence, lambda s: self.kv.prefix_hit(s).tokens)
         self._waiting.add(sequence)
         self._called |= not sequence.offline
@@ -901,11 +982,12 @@ class Scheduler:
         assert self._crowd <= self.limits.max_sequences
         assert self.num_running + self.num_waiting + len(self._migrating) == len(self._sequences)
         holding = [*self._running, *self._in_flight.ending.values(), *self._migrating.values()]
-        elsewhere = (*self._loading.values(), *self._awaiting.values())
+        elsewhere = self._elsewhere
         assert {*holding, *self._waiting, *elsewhere} == set(self._sequences.values())
         assert not any(s.blocks for s in self._awaiting.values())
         assert self._alone.items() <= self._sequences.items()
         self._waiting.check()
+        self.encodes.check()
         self._in_flight.check()
         owners: list[Sequence | Reservation] = [*holding, *self.reservations.open]
         held = [*(owner.held for owner in owners), *self._in_flight.kept, self.reservations.quarantine]

@@ -359,8 +359,7 @@ class Sequence:
             step.targets = self.targets(count)
             if self.pooling == "mean" or end == len(tokens):
                 step.pool = self.pooling
-            if request.media:
-                step.media, step.pixels = request.media, request.pixels_of(start, end)
+            step.media = request.media
         return step
 
     def pool(self, part: Items[float]) -> TokenOutput | None:

@@ -94,7 +94,7 @@ class InFlightSteps:
         if not self._in_flight:
             self._wanted = False  # a preemption that waited could have run
         flight = InFlightStep(plan, {s.request_id: sequences[s.request_id] for s in plan.sequences})
-        flight.offline = all_offline(flight.sequences.values())
+        flight.offline = not plan.encodes and all_offline(flight.sequences.values())
         self._in_flight.append(flight)
         return flight.offline
 

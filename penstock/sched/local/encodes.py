@@ -1,0 +1,273 @@
+"""Which images and videos a step looks at, and whose embeddings are kept until then.
+
+A step is filled with running decodes, then with prompts that are partly computed, and where none of these comes before
+them, with encodes up to a budget (xLLM, section 3.3). What a prompt's rows stand for is there before they are computed:
+a sequence waits for the first that it needs before it queues, and its chunks end before the next that is not there.
+
+So of what runs nothing is kept for long that cannot be computed next, and a request may have more images than fit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.plan import BLOCK_TOKENS, Encode, StepPlan
+from penstock.core.request import MediaSpan, Request
+from penstock.sched.local.sequence import Sequence
+
+UNBOUNDED = 1 << 40  # tokens
+
+
+class Encodes:
+    """Embeddings by their digest, those that were wanted longest ago first. A runner keeps what this says: it makes
+    what a plan's `encodes` name, and lets go of what it has `forgotten`.
+
+    Args:
+        room: tokens whose embeddings are kept, at most.
+        beside: steps do not wait for the encodes that they begin: `made` says when there is one.
+
+    Attributes:
+        used: tokens whose embeddings are kept, or being made.
+        gives: whether others may want what is made, so that results have it.
+        asked: what others have it look at, that no step does yet, by digest.
+        starts: sequences with media that are still to be computed, and what is cached of each before it runs.
+        waiting: those of them that wait for the first that they need, by id.
+        forgotten: what the runner is to let go of with the next plan.
+        looked: how many were to be made since the start; `found`: how many were there when they were wanted.
+    """
+
+    def __init__(self, room: int = UNBOUNDED, *, beside: bool = False) -> None:
+        self.room, self.used = room, 0
+        self.beside = beside
+        self.gives = False
+        self.asked: dict[bytes, Encode] = {}
+        self._gave_way = False  # the last step looked at something of the others' before prompts
+        self.waiting: dict[str, Sequence] = {}
+        self.looked = self.found = 0
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # digest -> tokens
+        self._coming: set[bytes] = set()  # of these, what is not there yet
+        self._brought: dict[bytes, bytes] = {}  # from other instances, and not in the runner yet
+        self.forgotten: list[bytes] = []
+        self.starts: dict[Sequence, int] = {}
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._coming)
+
+    def ready(self, digest: bytes) -> bool:
+        """Whether a step that is planned now finds it."""
+        return digest in self._kept and digest not in self._coming
+
+    def check_request(self, request: Request) -> None:
+        """Raise InvalidRequest when one of its media alone is larger than what is kept."""
+        for number, span in enumerate(request.media):
+            if span.length > self.room:
+                raise InvalidRequest(
+                    f"{span.kind} {number}: {span.length} tokens, allowed are at most {self.room}, whose embeddings "
+                    "fit media-cache-memory",
+                    "media",
+                )
+
+    def join(self, sequence: Sequence, start: int = 0) -> None:
+        """A sequence with media has come, or lost what was computed of it.
+
+        Args:
+            start: tokens of it that were found in the prefix cache.
+        """
+        if sequence not in self.starts:
+            for span in _after(sequence, start):
+                self.found += span.digest in self._kept
+        self.starts[sequence] = start
+
+    def leave(self, sequence: Sequence) -> bool:
+        """It goes. Returns whether it waited."""
+        self.starts.pop(sequence, None)
+        return self.waiting.pop(sequence.id, None) is not None
+
+    def wait(self, sequence: Sequence, start: int) -> None:
+        """It is to be computed from there on, and what it needs first is not there."""
+        self.starts[sequence] = start
+        self.waiting[sequence.id] = sequence
+
+    def arrived(self) -> list[Sequence]:
+        """Those that need not wait any more, and no longer do."""
+        there = [s for s in self.waiting.values() if self.most(s, self.starts[s])]
+        for sequence in there:
+            del self.waiting[sequence.id]
+        return there
+
+    def most(self, sequence: Sequence, start: int) -> int:
+        """Tokens that can be computed of it from a position on. Text before something that is not there waits for it
+        too, unless that is a block or more."""
+        least = BLOCK_TOKENS
+        for span in _after(sequence, start):
+            if not self.ready(span.digest):
+                before = span.start - start
+                return before if before >= least else 0
+            least = 0  # what is there takes room of what is not
+        return len(sequence.tokens) - start
+
+    def brought(self, digest: bytes, embedding: bytes) -> None:
+        """Another instance has made this of it: [tokens, hidden] in the model's dtype. It is in the next plan, for
+        whoever wants it."""
+        if digest not in self._kept:
+            self._brought[digest] = embedding
+
+    def ask(self, request_id: str, span: MediaSpan, pixels: bytes) -> str:
+        """Look at it for another instance. Returns why that cannot be; "" when it will."""
+        if span.length > self.room:
+            return f"it has {span.length} tokens, and {self.room} fit media-cache-memory"
+        self.asked[span.digest] = Encode(request_id, span, pixels, wanted=True)
+        return ""
+
+    def choose(
+        self,
+        budget: int,
+        before: tuple[float, ...] | None,
+        meant: Callable[[Sequence], bool],
+        granted: Container[Sequence] = (),
+        *,
+        others: bool = True,
+    ) -> list[Encode]:
+        """What the next step is to encode: one whatever its size, and more up to a budget of tokens.
+
+        The first in order may have the room of what all others want, and these that of what nobody wants: so there is
+        always one that gets on.
+
+        Args:
+            before: turn of the first prompt that this step may go on with: only what comes before that. None is all.
+            meant: of which sequences.
+            granted: sequences of which it computes something.
+            others: also what others have it look at: beside such steps prompts wait every other time.
+        """
+        for sequence in [s for s in self.starts if s.blocks and _end(s) <= s.settled]:
+            del self.starts[sequence]
+        starts = {s: s.computed if s.blocks else start for s, start in self.starts.items()}
+        wanted = {span.digest for s, start in starts.items() for span in _after(s, start)}
+        needed = {span.digest for s, start in starts.items() if s in granted for span in _after(s, start)}
+        chosen: list[Encode] = []
+        for place, sequence in enumerate(sorted(starts, key=served)):
+            if not meant(sequence) or (before is not None and before < sequence.turn):
+                continue
+            for span, pixels in zip(sequence.request.media, sequence.request.pixels, strict=True):
+                if span.start + span.length <= starts[sequence]:
+                    continue
+                if span.digest in self._kept:
+                    self._kept.move_to_end(span.digest)
+                    needed.add(span.digest)
+                    continue
+                made = pixels if span.embedded else self._brought.get(span.digest, b"")
+                cost = 0 if made else span.length
+                if chosen and cost > budget:
+                    return chosen
+                there = self._make_room(span.length, wanted) or (not place and self._make_room(span.length, needed))
+                if not there:
+                    return chosen
+                needed.add(span.digest)
+                self._take(span, made=bool(made))
+                budget -= cost
+                self._brought.pop(span.digest, None)
+                self.asked.pop(span.digest, None)
+                chosen.append(Encode(sequence.id, span, b"" if made else pixels, made, self.gives and not made))
+        if others and self.asked and (before is None or not self._gave_way):
+            chosen += self._of_others(budget, wanted, none=not chosen)
+            self._gave_way = before is not None
+        else:
+            self._gave_way = False
+        return chosen
+
+    def _of_others(self, budget: int, keep: set[bytes], *, none: bool) -> list[Encode]:
+        """What others have it look at, in order; one at least where there are none of its own."""
+        chosen: list[Encode] = []
+        for digest, encode in list(self.asked.items()):
+            if digest in self._coming:
+                continue  # it is in the result of a step that is in flight
+            cost = 0 if digest in self._kept else encode.span.length
+            if cost > budget and (chosen or not none):
+                break
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            elif self._make_room(encode.span.length, keep | {each.span.digest for each in chosen}):
+                self._take(encode.span, made=False)
+            else:
+                break
+            del self.asked[digest]
+            budget -= cost
+            chosen.append(encode)
+        return chosen
+
+    def _make_room(self, length: int, keep: set[bytes]) -> bool:
+        """Whether there is room for so many tokens now, without letting go of any of `keep`."""
+        free, gone = self.room - self.used, list[bytes]()
+        for digest, tokens in self._kept.items():
+            if free >= length:
+                break
+            if digest not in keep and digest not in self._coming:
+                free += tokens
+                gone.append(digest)
+        if free < length:
+            return False
+        for digest in gone:
+            self.used -= self._kept.pop(digest)
+        self.forgotten += gone
+        return True
+
+    def _take(self, span: MediaSpan, *, made: bool) -> None:
+        self._kept[span.digest] = span.length
+        self.used += span.length
+        if made:
+            return
+        self.looked += 1
+        if self.beside:
+            self._coming.add(span.digest)
+
+    def take_forgotten(self) -> tuple[bytes, ...]:
+        """For the next plan."""
+        forgotten, self.forgotten = self.forgotten, []
+        return tuple(forgotten)
+
+    def made(self, digests: Iterable[bytes]) -> None:
+        """These encodes have ended, which steps did not wait for."""
+        self._coming.difference_update(digests)
+
+    def undone(self, plan: StepPlan) -> None:
+        """A step has not come about. What it has made all the same is made again."""
+        for encode in plan.encodes:
+            digest = encode.span.digest
+            self._coming.discard(digest)
+            if digest in self._kept:
+                self.used -= self._kept.pop(digest)
+                self.forgotten.append(digest)
+        self.forgotten += plan.forgotten
+
+    def forget(self) -> None:
+        """Have the runner let go of all; nothing is being made."""
+        assert not self._coming
+        self.forgotten += self._kept
+        self._kept.clear()
+        self._brought.clear()
+        self.used = 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is kept is within its bounds."""
+        assert self.used == sum(self._kept.values()) <= self.room
+        assert self._coming <= self._kept.keys()
+        assert {*self.waiting.values()} <= self.starts.keys()
+        assert not any(s.blocks for s in self.waiting.values())
+
+
+def _after(sequence: Sequence, start: int) -> Iterator[MediaSpan]:
+    """Of its media those that do not end before a position."""
+    return (span for span in sequence.request.media if span.start + span.length > start)
+
+
+def _end(sequence: Sequence) -> int:
+    last = sequence.request.media[-1]
+    return last.start + last.length
+
+
+def served(sequence: Sequence) -> tuple[bool, tuple[float, ...]]:
+    """Order in which sequences have their media encoded: those that run first."""
+    return not sequence.blocks, sequence.turn

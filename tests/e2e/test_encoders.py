@@ -1,0 +1,145 @@
+"""Images are looked at by instances of their own, and what is seen goes to who prefills: real processes."""
+
+import signal
+import threading
+from itertools import count
+
+import pytest
+
+from tests.e2e.test_apply import apply
+from tests.e2e.test_images import ask, drawn, said
+from tests.helpers.deployments import deployed
+from tests.helpers.waiting import eventually
+from tools.make_checkpoint import write
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.slow
+ENGINE = {"device": "cpu", "dtype": "float32", "max-model-len": 4096, "max-num-seqs": 8}
+ENGINE |= {"max-num-batched-tokens": 128, "kv-cache-memory": "64M"}
+SIZES = count(0, 28)
+ROLES = "encode", "prefill", "decode"
+COLOURS = "red", "green", "blue", "black", "yellow", "purple"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write("qwen2.5-vl-tiny", folder)
+    return folder
+
+
+def seeing(checkpoint, *roles, **top):
+    instances = [{"role": role} for role in roles]
+    own = {"served-model-name": "tiny", "engine": ENGINE, "instances": instances, "policy": "least_loaded"}
+    return {"model": str(checkpoint)} | own | top
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """What a single engine answers about each of some images."""
+    with deployed(seeing(checkpoint, "any")) as up:
+        return {colour: said(ask(up, drawn(colour))) for colour in COLOURS}
+
+
+def total(up, name, **labels):
+    return int(up.metric(f"{name}_total", **labels))
+
+
+def each(up, name):
+    """Of every engine."""
+    return {role: total(up, name, engine=f"{role}-0") for role in ROLES}
+
+
+def test_e_p_d_and_an_encoder_that_stands_still_and_is_killed(checkpoint, expected):
+    with deployed(seeing(checkpoint, *ROLES)) as up:
+        for colour in COLOURS[:3]:
+            assert said(ask(up, drawn(colour))) == expected[colour]
+        assert said(ask(up, drawn("red"), text="And now?", max_tokens=1)), "what was seen once is seen"
+        eventually(lambda: each(up, "embeddings_taken") == {"encode": 0, "prefill": 3, "decode": 0}, 10, up.log)
+        assert each(up, "images_encoded") == {"encode": 3, "prefill": 0, "decode": 0}
+        assert total(up, "image_fallbacks") == 0
+
+        earlier = up.kill("encode-0", signal.SIGSTOP)  # it is asked, and dies before it can answer
+        answers = {}
+        asks = threading.Thread(target=lambda: answers.update(black=ask(up, drawn("black"))))
+        asks.start()
+        eventually(lambda: up.metric("num_requests_waiting") + up.metric("num_requests_running") > 0, 20, up.log)
+        up.kill("encode-0")
+        asks.join()
+        assert said(answers["black"]) == expected["black"]
+        assert said(ask(up, drawn("yellow"))) == expected["yellow"]
+        eventually(lambda: each(up, "images_encoded")["prefill"] == 2, 10, up.log)
+        assert total(up, "image_fallbacks") == 1, "the other was sent to who prefills, as nobody encoded"
+        assert any("prefill-0 looks at 1 of its images itself" in line for line in up.lines)
+        up.wait_restarted("encode-0", earlier)
+        eventually(
+            lambda: said(ask(up, drawn("purple", 300, 300 + next(SIZES)))) and each(up, "images_encoded")["encode"]
+        )
+
+
+def test_what_a_dead_engine_has_seen_is_found_again(checkpoint, expected):
+    """Two engines, each of which encodes and prefills."""
+    roles = [{"role": "prefill"}, {"role": "decode"}, {"role": "any", "name": "any"}]
+    with deployed(seeing(checkpoint, instances=roles)) as up:
+        both = "prefill-0", "any-0"
+
+        def looked():
+            return {name: total(up, "images_encoded", engine=name) for name in both}
+
+        assert said(ask(up, drawn("red"))) == expected["red"]
+        eventually(lambda: sum(looked().values()) == 1, 20, up.log)
+        first = next(name for name, count in looked().items() if count)
+        up.kill(first)
+        salted = ask(up, drawn("red"), cache_salt="none of its KV is found")
+        other = next(name for name in both if name != first)
+        assert said(salted) == expected["red"]
+        assert looked()[other] == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "encodes"), [("EP+D", "prefill"), ("ED+P", "decode"), ("EPD", "prefill"), ("E+P+D", "encode")]
+)
+def test_every_route_says_the_same(checkpoint, expected, route, encodes):
+    with deployed(seeing(checkpoint, *ROLES, **{"media-route": route})) as up:
+        for colour in COLOURS:
+            assert said(ask(up, drawn(colour))) == expected[colour]
+        eventually(lambda: sum(each(up, "images_encoded").values()) == len(COLOURS), 10, up.log)
+        assert each(up, "images_encoded")[encodes] == len(COLOURS)
+        assert total(up, "image_fallbacks") == 0
+        assert total(up, "handoffs") == (0 if route == "EPD" else len(COLOURS))
+
+
+def test_the_route_changes_while_requests_run(checkpoint, expected, tmp_path):
+    content = seeing(checkpoint, *ROLES)
+    failures, over, asked = [], threading.Event(), count()
+
+    def work(number):
+        while not over.is_set():
+            colour = COLOURS[next(asked) % len(COLOURS)]
+            answer = ask(up, drawn(colour), cache_salt=f"{number}.{next(asked)}")
+            if answer.status_code != 200 or said(answer) != expected[colour]:
+                failures.append(answer.text)
+
+    with deployed(content) as up:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            eventually(lambda: each(up, "images_encoded")["encode"], 60, up.log)
+            for route, encodes in (("ED+P", "decode"), ("EP+D", "prefill")):
+                code, told = apply(up, tmp_path, content | {"media-route": route})
+                assert code == 0, told
+                sizes = count(28, 28)
+                eventually(
+                    lambda encodes=encodes, sizes=sizes: (
+                        ask(up, drawn("red", 280, next(sizes))) and each(up, "images_encoded")[encodes]
+                    ),
+                    60,
+                    up.log,
+                )
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert not failures
