@@ -65,6 +65,7 @@ def make_tables() -> ScenarioTables:
             Option("spread", between(0, 3600), 0.0, "seconds over which a tick of the trace's clock is spread"),
             Option("chats", switch, False, "requests that share a beginning are turns of a chat"),
             Option("tide", between(1, 1e6), None, "highest rate over lowest, of a day that takes the duration"),
+            Option("image-repeats", between(0, 1), 0.0, "share of the images that came before"),
             Option("max-tokens", integer(1), 4096, "limit on outputs that clients set"),
             Option("exact", switch, False, "clients set the limit of each output to its length"),
         ),
@@ -79,6 +80,9 @@ def make_tables() -> ScenarioTables:
             Option("prefixes", integer(0, 1 << 29), 0, "shared beginnings"),
             Option("prefix-tokens", integer(1), 512, "tokens of each"),
             Option("prefix-zipf", between(0, 10), 0.0, "how unevenly they are taken"),
+            Option("images", between(0, 1000), 0.0, "mean images of a request"),
+            Option("image-tokens", integer(1), 650, "mean tokens of an image"),
+            Option("image-cv", between(0, 10), 0.5, "coefficient of variation of that"),
         ),
         tasks=(
             needed("name", text, help="of the class of requests"),
@@ -116,10 +120,14 @@ def make_tables() -> ScenarioTables:
             Option("slowdown", between(0.01, 100), 1.0, "factor on all times of the device"),
             Option("step-time-error", between(0.01, 100), 1.0, "factor by which steps are believed to take longer"),
             *(engine[name] for name in names),
+            Option("stage-scheduling", switch, True, "images and prompts in steps of some length; else all at once"),
             Option("host-cache-memory", size, None, "of a tier of KV cache in the host's memory, such as 64G"),
             Option("remote-cache-size", size, None, "of a store that all instances share"),
         ),
-        instances=GROUP,
+        instances=(
+            *GROUP,
+            Option("encodes", switch, False, "of role decode: they look at the images of prompts, the route ED+P"),
+        ),
         scaling=(
             needed("least", integer(1, 4096), help="instances that serve"),
             needed("most", integer(1, 4096), help="instances that run, start or drain"),

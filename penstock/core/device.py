@@ -157,6 +157,61 @@ class Latents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TowerShape:
+    """The geometry of a vision tower with gated MLPs, named as in Qwen2.5-VL's config.json, with the merger behind it
+    that makes one token of `merge` x `merge` patches.
+
+    Attributes:
+        patch_values: of a patch's pixels, all channels and frames.
+        merge: patches of a token on each side.
+        window: patches that one sees in a layer with windows; `full_layers` of the layers have none.
+        width: of the tokens, the decoder's hidden size.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    patch_values: int
+    merge: int
+    window: int
+    full_layers: int
+    width: int
+    bytes_per_value: int = 2
+
+    @property
+    def patches(self) -> int:
+        """Of a token."""
+        return self.merge * self.merge
+
+    @property
+    def layer_params(self) -> int:
+        """Of all layers and the embedding of patches: every patch is computed by these."""
+        each = 4 * self.hidden * self.hidden + 3 * self.hidden * self.intermediate
+        return self.layers * each + self.patch_values * self.hidden
+
+    @property
+    def merger_params(self) -> int:
+        """Every token is computed by these."""
+        merged = self.patches * self.hidden
+        return merged * merged + merged * self.width
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.layer_params + self.merger_params) * self.bytes_per_value
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the embedding of a token."""
+        return self.width * self.bytes_per_value
+
+    def flops(self, tokens: int) -> float:
+        """To look at an image of so many tokens."""
+        patches = tokens * self.patches
+        seen = self.full_layers * patches + (self.layers - self.full_layers) * min(patches, self.window)
+        return 2.0 * (self.layer_params * patches + self.merger_params * tokens) + 4.0 * self.hidden * patches * seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The geometry of a decoder with gated MLPs, named as in its config.json.
 
@@ -168,6 +223,7 @@ class ModelShape:
         windows: of each layer, how many positions a token sees with itself, None for all; empty where all see all.
         experts: None where every layer has a dense MLP.
         latents: None where the KV of every head is kept.
+        vision: None where the model sees nothing.
     """
 
     layers: int
@@ -185,6 +241,7 @@ class ModelShape:
     windows: tuple[int | None, ...] = ()
     experts: Experts | None = None
     latents: Latents | None = None
+    vision: TowerShape | None = None
 
     def storing(self, kv_cache_dtype: str) -> ModelShape:
         """The same with KV of a dtype, a name in KV_DTYPES."""
@@ -286,9 +343,10 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """In memory: the layers, the head, and the embedding unless it is the head."""
+        """In memory: the layers, the head, the embedding unless it is the head, and the vision tower."""
         embedding = 0 if self.tied else self.head_params * self.bytes_per_value
-        return self.layer_bytes + self.head_bytes + embedding
+        tower = 0 if self.vision is None else self.vision.weight_bytes
+        return self.layer_bytes + self.head_bytes + embedding + tower
 
     def held_bytes(self, device: DeviceModel) -> int:
         """Of weights, in the memory of one data-parallel group."""

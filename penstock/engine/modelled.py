@@ -408,6 +408,8 @@ class PacedRunner:
     def _duration(self, plan: StepPlan) -> float:
         """Seconds that the step is to take."""
         ms = self._times.step_ms(*plan.work) + self._times.copy_ms(plan.copied_tokens)
+        if plan.encodes and self._times.shape.vision is not None:
+            ms += self._times.encode_ms([encode.span.length for encode in plan.encodes if not encode.made])
         # log-normal with mean 1: a step is never negative and now and then much longer, as real ones are
         noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
         return ms / 1e3 * self._slowdown * noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.device import DeviceModel, Experts, Latents, ModelShape
+from penstock.core.device import DeviceModel, Experts, Latents, ModelShape, TowerShape
 from penstock.core.hf_config import count, mixed_windows, text_config
 
 # Data sheets of the makers: dense bfloat16, memory, and half of what they give for links in both directions together.
@@ -50,6 +50,25 @@ GEOMETRIES = {
     ),
     "qwen2-7b": ModelShape(
         layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064
+    ),
+    "qwen2.5-vl-7b": ModelShape(
+        layers=28,
+        hidden=3584,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=18944,
+        vocab=152064,
+        vision=TowerShape(
+            layers=32,
+            hidden=1280,
+            intermediate=3420,
+            patch_values=3 * 2 * 14 * 14,
+            merge=2,
+            window=64,
+            full_layers=4,
+            width=3584,
+        ),
     ),
     "qwen2.5-32b": ModelShape(
         layers=64, hidden=5120, heads=40, kv_heads=8, head_dim=128, intermediate=27648, vocab=152064
@@ -119,7 +138,7 @@ GEOMETRIES = {
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The geometry that a config.json of a decoder describes. Raises ConfigError naming what is missing."""
-    config = text_config(config)
+    whole, config = config, text_config(config)
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     latents = _latents(config)
     width = hidden // heads if latents is None else latents.nope_dim + latents.rope_dim
@@ -135,6 +154,25 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         windows=mixed_windows(config),
         experts=_experts(config),
         latents=latents,
+        vision=_tower(whole, hidden),
+    )
+
+
+def _tower(config: Mapping[str, Any], width: int) -> TowerShape | None:
+    """As Qwen2.5-VL spells it; None for others, of which nothing is predicted."""
+    tower = config.get("vision_config")
+    if not isinstance(tower, Mapping) or "fullatt_block_indexes" not in tower:
+        return None
+    patch = count(tower, "patch_size", 14)
+    return TowerShape(
+        layers=count(tower, "depth"),
+        hidden=count(tower, "hidden_size"),
+        intermediate=count(tower, "intermediate_size"),
+        patch_values=count(tower, "in_channels", 3) * count(tower, "temporal_patch_size", 2) * patch * patch,
+        merge=count(tower, "spatial_merge_size", 2),
+        window=(count(tower, "window_size", 112) // patch) ** 2,
+        full_layers=len(tower["fullatt_block_indexes"]),
+        width=count(tower, "out_hidden_size", width),
     )
 
 

@@ -23,6 +23,10 @@ have the experts together choose together, and the busiest device computes `imba
 Latent attention (`Latents`) reads one vector of r + e values a token, with the rank r and rotary part e. Decoding
 multiplies it as it is, 2 * L * H * (2 * r + e) * K; prefill makes K and V of it, in every chunk for all before it.
 
+A vision tower that looks at images of t_i tokens has a part of its own, `encode_ms`: flops of all of them, with full
+attention within each image, and the tower's weights once. Beside a step of the language model, in a stream of its own
+(xLLM, section 3.3), neither ends before what it takes alone, nor before the arithmetic and the memory of both.
+
 Layers with a window read and multiply at most that: K and c_i + n_i / 2 are means over the layers (`StepTime.seen`).
 
 A part's size decides which of its two bounds holds, small ones memory and large ones arithmetic, and each bound has a
@@ -327,6 +331,45 @@ class StepTime:
         if not full:
             return end
         return full * (each + self._rows_ms(budget + decodes, decodes)) + self._chunks_ms(full, budget, cached) + end
+
+    def encode(self, images: Sequence[int]) -> Roofline:
+        """Looking at images of so many tokens each, in one batch, with its factor.
+
+        The model has a vision tower."""
+        tower, factor = self.shape.vision, self.factors.get("encode", 1.0)
+        assert tower is not None
+        if not images:
+            return Roofline(0.0, 0.0)
+        flops = sum([tower.flops(tokens) for tokens in images])
+        return Roofline(
+            factor * flops / self.device.peak_flops * 1e3, factor * tower.weight_bytes / self.device.bandwidth * 1e3
+        )
+
+    def encode_ms(self, images: Sequence[int]) -> float:
+        """Time of that by itself, without what every step has."""
+        return self.encode(images).ms
+
+    def beside_ms(
+        self,
+        images: Sequence[int],
+        prefills: Sequence[tuple[int, int]] = (),
+        decodes: int = 0,
+        kv_tokens: int = 0,
+        logit_rows: int | None = None,
+    ) -> float:
+        """Time of a step, with arguments as in `parts`, beside which a stream of its own looks at images."""
+        seen = self.encode(images)
+        language = self.step_ms(prefills, decodes, kv_tokens, logit_rows) - self._model.overhead
+        parts = self.parts(prefills, decodes, kv_tokens, logit_rows).values()
+        both = max(
+            sum([part.compute_ms for part in parts]) + seen.compute_ms,
+            sum([part.memory_ms for part in parts]) + seen.memory_ms,
+        )
+        return self._model.overhead + max(language, seen.ms, both)
+
+    def largest_encode(self, limit_ms: float, tokens: int, high: int) -> int:
+        """The most images of so many tokens each, up to `high`, that are looked at within the limit; at least one."""
+        return max(1, bisect_right(range(1, high + 1), limit_ms, key=lambda n: self.encode_ms([tokens] * n)))
 
     def load_ms(self, tokens: int) -> float:
         """Time to bring the KV of so many tokens from the host's memory, or there, with nothing else on the way.

@@ -13,6 +13,7 @@ from penstock.core.wire.engine import (
     Command,
     Event,
     Fetched,
+    Lacking,
     LinkPeer,
     Peer,
     Ready,
@@ -41,6 +42,7 @@ from penstock.sched.cluster import (
 from penstock.sched.cluster.columns import least
 from penstock.sched.cluster.startup import Path
 from penstock.sched.local import Limits, Scheduler
+from penstock.sched.local.encodes import UNBOUNDED
 from penstock.sched.local.lane import Lane
 from penstock.sched.local.offload import Offload
 from penstock.sched.steptime import StepTime
@@ -68,6 +70,7 @@ from penstock.sim.scenario import Failure, InstanceGroup, Scaling, Scenario
 from penstock.sim.slots import InstanceSlot, Sample, Use, make_slots, sample_of
 from penstock.sim.steps import StepTimer
 from penstock.sim.store import SimStore
+from penstock.sim.tower import SimTower, encode_budget, kept_tokens
 from penstock.sim.wires import MemoryCarrier, Orphan, PeerArrival, SharedOrphans, TierWay, Wires
 from penstock.workload.requests import WorkRequest
 
@@ -154,6 +157,7 @@ class Cluster:
             fleet=_fleet(scenario.scaling),
             recorder=_Costs(self.records, self.changes, recorder),
             slow=_slow(scenario),
+            media_route="ED+P" if any(group.encodes for group in groups) else None,
         )
         self._woken = inf  # when the master is to be woken, and only then
 
@@ -338,6 +342,7 @@ class Cluster:
             weights_from=path,
             kv_pool="" if self._depot is None else POOL,
             store="" if self._store is None else self._store.name,
+            embedding_size=0 if group.times.shape.vision is None else group.times.shape.vision.width,
         )
         source, pool = self._pool(place)
         scheduler = self._scheduler(group, pool)
@@ -355,6 +360,7 @@ class Cluster:
             ways={tier: TierWay(seconds) for tier, seconds in group.tier_seconds.items()},
             orphans=None if source is None else SharedOrphans(self._orphans, source, each),
             strides=self._strides,
+            tower=_tower(group),
         )
         self.frontend.greet(ready)
         return place.instance.start(now)
@@ -365,6 +371,7 @@ class Cluster:
             max_sequences=group.max_num_seqs,
             max_model_len=group.max_model_len,
             searches=False,
+            **_seeing(group),
         )
         believed = StepTime(group.believed, group.times.shape)
         return Scheduler(
@@ -375,6 +382,7 @@ class Cluster:
             policy=ENGINE_POLICIES[group.scheduling_policy or self._local_policy](believed, group.limit),
             offload=Offload(pool, lanes) if (lanes := self._lanes(group)) else None,
             windows=group.windows,
+            media_tokens=UNBOUNDED if group.times.shape.vision is None else kept_tokens(group.times),
         )
 
     def _lanes(self, group: InstanceGroup) -> list[Lane]:
@@ -502,13 +510,13 @@ class Cluster:
         return self._at_master(FromEngine(name, event), now)
 
     def to_frontend(
-        self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed | Fetched
+        self, now: float, frontend: str, name: str, message: engine.OutputBatch | Refused | Stayed | Fetched | Lacking
     ) -> Due:
         return self._message(now, lambda at: self.frontend.on_engine(at, name, message))
 
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due:
-        block_bytes = self.places[sender.name].group.block_bytes
-        at = max(self._wires.arrival(now, sender.name, peer.name, m, block_bytes) for m in messages)
+        group = self.places[sender.name].group
+        at = max(self._wires.arrival(now, sender.name, peer.name, m, group.sent_bytes(m)) for m in messages)
         arrivals = [PeerArrival(sender, message) for message in messages]
         return Due(at, Priority.MESSAGE, partial(self._at_peer, peer, arrivals))
 
@@ -568,6 +576,19 @@ class _Costs:
     def ended(self, now: float, request_id: str, frontend: str, outcome: Outcome | None, refused: str = "") -> None:
         if self._other is not None:
             self._other.ended(now, request_id, frontend, outcome, refused)
+
+
+def _tower(group: InstanceGroup) -> SimTower | None:
+    """Of one that sees."""
+    return None if group.times.shape.vision is None else SimTower(group.times)
+
+
+def _seeing(group: InstanceGroup) -> dict[str, int]:
+    """How much of images is in a step: what keeps within its limit, or all that there is."""
+    if group.times.shape.vision is None:
+        return {}
+    limited = group.stage_scheduling
+    return {"encode_budget": encode_budget(group.times, group.limit.most) if limited else UNBOUNDED}
 
 
 def _fleet(scaling: Scaling | None) -> FleetLimits | None:

@@ -11,7 +11,21 @@ from typing import Protocol
 from penstock.core.errors import EngineFailure
 from penstock.core.request import Request, TokenOutput
 from penstock.core.sampling import SamplingParams
-from penstock.core.wire.engine import Cancel, Command, Enqueue, Fetched, Migrate, Peer, Ready, Refused, Stayed
+from penstock.core.wire.engine import (
+    Cancel,
+    Command,
+    Encode,
+    Enqueue,
+    Fetched,
+    ImageSource,
+    Lacking,
+    Migrate,
+    Peer,
+    Pixels,
+    Ready,
+    Refused,
+    Stayed,
+)
 from penstock.core.wire.master import (
     Begun,
     Ended,
@@ -29,7 +43,7 @@ from penstock.service.flight import ATTEMPTS, Flight, peers_of
 from penstock.service.flight import PATIENCE as RECOVERY
 from penstock.sim.events import Due, Priority
 from penstock.sim.instance import OutputBatch
-from penstock.sim.traffic import STOP, prompt_of
+from penstock.sim.traffic import STOP, media_of, prompt_of
 from penstock.workload.requests import WorkRequest
 
 PATIENCE = 1.0  # seconds that a request without a possible instance waits at the frontend
@@ -145,7 +159,7 @@ class SimFrontend:
 
     def arrive(self, now: float, work: WorkRequest) -> list[Due]:
         """A client sends a request."""
-        prompt, generates = prompt_of(work), work.output_tokens > 0
+        prompt, media, generates = prompt_of(work), media_of(work), work.output_tokens > 0
         limit = work.output_tokens if self._max_tokens is None else self._max_tokens
         request = Request(
             id=str(work.number),
@@ -159,6 +173,8 @@ class SimFrontend:
             ttft_ms=_milliseconds(work.ttft, work),
             tpot_ms=_milliseconds(work.tpot, work),
             offline=work.offline,
+            media=media,
+            pixels=(b"",) * len(media),  # nobody looks at them
         )
         record = SimRecord(
             work.number,
@@ -196,11 +212,15 @@ class SimFrontend:
             return self._wait_for_place(now, flight, message)
         return self._launch(now, flight, message)
 
-    def on_engine(self, now: float, name: str, message: OutputBatch | Refused | Stayed | Fetched) -> list[Due]:
+    def on_engine(
+        self, now: float, name: str, message: OutputBatch | Refused | Stayed | Fetched | Lacking
+    ) -> list[Due]:
         if isinstance(message, Refused):
             return self._refused(now, name, message)
         if isinstance(message, Stayed):
             return self._stayed(now, name, message)
+        if isinstance(message, Lacking):
+            return self._send_pixels(now, name, message)
         if isinstance(message, Fetched):
             if (fetching := self._flights.get(message.request_id)) is not None:
                 fetching.fetched(name, message)
@@ -266,8 +286,26 @@ class SimFrontend:
         source = placed.source
         if source is not None and source.peer is not None and not self._lives_on(source.peer):
             source = None
-        enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source)
-        return [self._post.frontend_to_engine(now, first.name, enqueue)]
+        images = [image for image in placed.images if self._lives_on(image.peer)]
+        enqueue = Enqueue(first.incarnation, request, flight.attempt, flight.legs[1:], source, images)
+        return [*self._encode(now, flight, images), self._post.frontend_to_engine(now, first.name, enqueue)]
+
+    def _encode(self, now: float, flight: _Flight, images: list[ImageSource]) -> list[Due]:
+        """Have others look at its images, where its prompt is not prefilled."""
+        dues = []
+        spans = {span.digest: span for span in flight.request.media}
+        for peer in {image.peer.name: image.peer for image in images if image.encodes}.values():
+            theirs = [spans[image.digest] for image in images if image.encodes and image.peer == peer]
+            encode = Encode(peer.incarnation, flight.id, theirs, [b""] * len(theirs))
+            dues.append(self._post.frontend_to_engine(now, peer.name, encode))
+        return dues
+
+    def _send_pixels(self, now: float, name: str, said: Lacking) -> list[Due]:
+        flight = self._flights.get(said.request_id)
+        if flight is None or said.generation != flight.attempt or self._lives.get(name) != said.incarnation:
+            return []
+        pixels = Pixels(said.incarnation, flight.id, flight.attempt, [(digest, b"") for digest in said.digests])
+        return [self._post.frontend_to_engine(now, name, pixels)]
 
     def _refused(self, now: float, name: str, refused: Refused) -> list[Due]:
         flight = self._flights.get(refused.request_id)

@@ -25,12 +25,15 @@ from penstock.core.wire.engine import (
     Cancel,
     Command,
     Drain,
+    Encode,
     Enqueue,
     Event,
     Fetched,
+    Lacking,
     LinkFailed,
     Migrate,
     Peer,
+    Pixels,
     Ready,
     Refused,
     Role,
@@ -41,6 +44,7 @@ from penstock.core.wire.engine import (
 )
 from penstock.core.wire.handoff import Committed, Fetch, Lent, Missing, PeerMessage, Push, Release, Reserved, Waiting
 from penstock.kv.cache_log import CacheLog, DeltaPace
+from penstock.kv.embeddings import EMBEDDINGS
 from penstock.sched.local import Scheduler
 from penstock.sched.local.intake import Intake
 from penstock.sched.local.limits import SOON, STOPS_IN
@@ -49,6 +53,7 @@ from penstock.sim.events import Due, Priority
 from penstock.sim.repeat import repeat, set_aside, update
 from penstock.sim.steps import StepTimer, Stride, begin_stride
 from penstock.sim.store import SimStore
+from penstock.sim.tower import SimTower
 from penstock.sim.traffic import STOP, own_token
 from penstock.sim.wires import LoadedBlocks, MemoryCarrier, PeerArrival, RemappedBlocks, SharedOrphans, TierWay
 
@@ -89,7 +94,7 @@ class InstanceSender(Protocol):
     def report_arrives(self, at: float) -> float: ...
     def at_master(self, now: float, name: str, event: Event) -> list[Due]: ...
     def to_frontend(
-        self, now: float, frontend: str, name: str, message: OutputBatch | Refused | Stayed | Fetched
+        self, now: float, frontend: str, name: str, message: OutputBatch | Refused | Stayed | Fetched | Lacking
     ) -> Due: ...
     def to_peer(self, now: float, sender: Peer, peer: Peer, messages: Sequence[PeerMessage]) -> Due: ...
 
@@ -106,6 +111,7 @@ class SimInstance:
         ways: tier below its device -> the way there; the scheduler has the same tiers.
         orphans: what failed instances have left where it can take it over; None without such a place.
         strides: whether equal steps are taken together; without, the same comes out more slowly.
+        tower: with which it looks at images; None where the model sees nothing.
 
     Attributes:
         busy: seconds that its steps took.
@@ -126,14 +132,17 @@ class SimInstance:
         ways: Mapping[str, TierWay] | None = None,
         orphans: SharedOrphans | None = None,
         strides: bool = True,
+        tower: SimTower | None = None,
     ) -> None:
+        self.tower = tower
+        scheduler.encodes.gives = tower is not None
         self._lanes = () if scheduler.offload is None else scheduler.offload.lanes
         self._ways = dict(ways or {})
         assert self._ways.keys() == {lane.name for lane in self._lanes}
         self.ready, self.name = ready, ready.peer.name
         self.scheduler = scheduler
         self.intake = Intake(ready.peer, ready.role, scheduler)
-        self.handoffs = self.intake.hand_off(carrier, lease, orphans)
+        self.handoffs = self.intake.hand_off(carrier, lease, orphans, None if tower is None else tower.embeddings)
         if times := scheduler.measurements.learn(ready.device_model, ready.shape):
             scheduler.predict_by(times)
         self.steps = 0
@@ -151,7 +160,8 @@ class SimInstance:
         self._turn = 0  # numbers the times to wake up, of which only the newest counts
         self._changed = True
         self._snapshots = 0
-        self._logs = {tier: CacheLog() for tier in ("device", *self._ways)}
+        tiers = ("device", *self._ways) if tower is None else ("device", EMBEDDINGS, *self._ways)
+        self._logs = {tier: CacheLog() for tier in tiers}
         self._deltas = DeltaPace()
         self._arriving: dict[int, int] = {}  # loads under way, and their blocks
         self._load: Snapshot | None = None  # as it is now; None when it may have changed
@@ -178,7 +188,7 @@ class SimInstance:
         """Fail. Returns the outputs up to now, as clients had received every token as soon as it was sampled."""
         self._stopped = now
         self._leave_store()
-        self.intake.handoffs = self.intake.images = None  # breaks a reference cycle
+        self.intake.handoffs = self.intake.images = None  # breaks reference cycles
         ahead: dict[str, int] = {}  # tokens of steps that are over and not recorded
         if self._stride is not None:
             done = self._stride.done(now)
@@ -244,7 +254,7 @@ class SimInstance:
     def _makes_way(self, now: float, stride: Stride, letters: Sequence[Letter]) -> bool:
         """Whether what runs is only offline, would run on for long, and something online has come. A request that comes
         prefilled waits for the end of the step."""
-        if stride.quiet or stride.interrupted or stride.end <= now + SOON:
+        if stride.quiet or stride.interrupted or stride.end <= now + SOON or stride.plan.encodes:
             return False
         if not any(
             isinstance(letter, ClientCommand)
@@ -273,6 +283,9 @@ class SimInstance:
         self._read(now)
         if failed := self.intake.take_failed():
             self._send(now, failed)
+        for frontend, said in self.intake.admit_seen(now):
+            self._changed, self._load = True, None
+            self._news.append(self._post.to_frontend(now, frontend, self.name, said))
         for frontend, stayed in self.intake.take_stayed():
             self._news.append(self._post.to_frontend(now, frontend, self.name, stayed))
         for frontend, fetched in self.intake.take_fetched():
@@ -326,11 +339,11 @@ class SimInstance:
 
     def _begin(self, now: float) -> None:
         self._load = None
-        plan = self.scheduler.schedule(now)
+        plan = self.scheduler.schedule(now) if self.scheduler.has_work else StepPlan(())
         if plan.empty:
             return  # no room: until a message or a deadline makes some
         self.handoffs.started(now, plan)
-        alike = self._strides and not plan.work.prefills  # the steps after it may be
+        alike = self._strides and not plan.work.prefills and not plan.encodes  # the steps after it may be
         repeats = alike and all(s.request_id in self.intake.news for s in plan.sequences)
         until = self._next_due() if repeats else now
         to_end = not self._ways  # else blocks are to be copied before it
@@ -364,6 +377,10 @@ class SimInstance:
         before, (began, ends) = stride.recorded, stride.record()
         self.steps += len(ends)
         self.busy += stride.began - began
+        if self.tower is not None and stride.plan.encodes and not stride.interrupted:
+            self.tower.end(stride.plan, stride.began - began, {request_id for request_id, _ in self.intake.owners()})
+            self.intake.seen(stride.plan.encodes)
+            self._changed = True
         if stride.interrupted:
             self.scheduler.update(stride.plan, StepResult([], [], interrupted=True))
             return
@@ -376,7 +393,8 @@ class SimInstance:
             self._changed |= news
             self._deltas.hurries |= news
             self._report(now, outputs)
-        self.scheduler.measurements.ran(stride.plan, began, ends, before)
+        if not stride.plan.encodes:  # as an engine does
+            self.scheduler.measurements.ran(stride.plan, began, ends, before)
 
     def _draw(self, plan: StepPlan) -> StepResult:
         lengths = self._lengths
@@ -502,13 +520,16 @@ class SimInstance:
         for lane in self._lanes:
             tier = lane.tier
             changes[lane.name] = tier.changes_of(self.name) if isinstance(tier, SimStore) else tier.take_changes()
-        if self._tells_cache:
-            for name, log in self._logs.items():
+        if self.tower is not None:
+            changes[EMBEDDINGS] = self.tower.embeddings.take_changes()
+        for name, log in self._logs.items():
+            if self._tells_cache or name == EMBEDDINGS:
                 log.note(*changes[name])
 
     def _next_snapshot(self) -> Snapshot:
         self._snapshots += 1
-        return replace(self._told, sequence=self._snapshots)
+        encode_ms = None if self.tower is None else self.tower.encode_ms
+        return replace(self._told, sequence=self._snapshots, encode_ms=encode_ms)
 
     def _send_cache(self, now: float) -> None:
         """Everything that can be found, numbered like the last delta, so that the next one follows it."""
@@ -518,6 +539,8 @@ class SimInstance:
             log.take()
             tier = tiers.get(name, self.scheduler.pool)
             keys = tier.keys_of(self.name) if isinstance(tier, SimStore) else tier.keys()
+            if name == EMBEDDINGS and self.tower is not None:
+                keys = self.tower.embeddings.keys()
             delta = CacheDelta(self._incarnation, log.sequence, keys, [], name, whole=True)
             self._news.append(self._post.to_master(now, self.name, delta))
 
@@ -562,6 +585,10 @@ class SimInstance:
             case ClientCommand(frontend=frontend, command=Cancel() as cancel):
                 self._deltas.hurries = True
                 self.intake.obey(frontend, cancel)
+            case ClientCommand(command=Encode() as encode):
+                self.intake.encode(encode)
+            case ClientCommand(frontend=frontend, command=Pixels() as pixels):
+                self.intake.pixels(frontend, pixels)
             case ClientCommand(frontend=frontend, command=Migrate() as migrate):
                 self.intake.migrate(now, frontend, migrate)
             case _ if getattr(letter, "to", None) == self._incarnation:
@@ -588,6 +615,8 @@ class SimInstance:
     def check(self) -> None:
         """Raise AssertionError unless everything it holds belongs to a live request."""
         self.intake.check()
+        if self.tower is not None:
+            self.tower.check()
 
 
 def _fetches(letter: Letter) -> bool:

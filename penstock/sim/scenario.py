@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.layout import windows_of
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import Role
+from penstock.core.wire.handoff import EmbeddingPart, PeerMessage
 from penstock.kv.groups import Windows, most_held
 from penstock.sched.cluster.startup import StartSeconds
 from penstock.sched.local.limits import sized, tier_bandwidth, tier_blocks
@@ -81,6 +82,8 @@ class InstanceGroup:
         scheduling_policy: a name in `baselines.ENGINE_POLICIES`; None is what its policy's bundle has.
         step_time_error: factor by which steps are believed to take longer than they do.
         devices: that each takes.
+        encodes: decode instances look at the images of prompts that others prefill: the route "ED+P".
+        stage_scheduling: images and prompts have steps within their limit; else a step has all images that wait.
     """
 
     name: str
@@ -105,6 +108,8 @@ class InstanceGroup:
     scheduling_policy: str | None = None
     step_time_error: float = 1.0
     devices: int = 1
+    encodes: bool = False
+    stage_scheduling: bool = True
 
     @property
     def believed(self) -> DeviceModel:
@@ -134,6 +139,13 @@ class InstanceGroup:
     @property
     def block_bytes(self) -> int:
         return self.times.shape.block_bytes
+
+    def sent_bytes(self, message: PeerMessage) -> int:
+        """Of what comes with a message between instances: a block, or an embedding, here a byte for each token."""
+        tower = self.times.shape.vision
+        if isinstance(message, EmbeddingPart) and tower is not None:
+            return len(message.data) * tower.token_bytes
+        return self.block_bytes
 
     @property
     def whole_blocks(self) -> int:
@@ -519,6 +531,7 @@ def _sized(options: Mapping[str, Any], tables: ScenarioTables) -> dict[str, Any]
         "scheduling_policy": options["scheduling_policy"],
         "step_time_error": options["step_time_error"],
         "devices": options["tensor_parallel_size"],
+        "stage_scheduling": options["stage_scheduling"],
     }
 
 

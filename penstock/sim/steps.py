@@ -37,6 +37,7 @@ class StepTimer:
 
     def __init__(self, times: StepTime, noise: float, rng: np.random.Generator) -> None:
         self._times = times
+        self._sees = times.shape.vision is not None
         self._seconds = 1e-3  # per ms of the model
         self._noise = noise
         self._rng = rng
@@ -53,6 +54,10 @@ class StepTimer:
     def step(self, plan: StepPlan) -> float:
         """Seconds that a step takes."""
         work = plan.work
+        images = [encode.span.length for encode in plan.encodes if not encode.made] if self._sees else []
+        if images:
+            ms = self._times.step_ms(*work) + self._times.encode_ms(images)
+            return self._noisy(ms + self._times.copy_ms(plan.copied_tokens))
         if not work.prefills:
             read = self._times.seen(work.decodes, work.kv_tokens)
             return self._noisy(self._step_ms(work.decodes) + self._kv_ms * read)

@@ -18,15 +18,18 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
+from penstock.core.request import MediaSpan
 from penstock.sim.workload import SLO, WHOLE, Offline, Slice, Synthetic, Task, Workload
 from penstock.workload.arrivals import before_tide, poisson_times, with_tide
 from penstock.workload.lengths import Empirical, Fixed, Independent, LengthPairs, LogNormal, log_normal
 from penstock.workload.requests import (
+    WorkImage,
     WorkRequest,
     between,
     follow_chats,
     limit_context,
     offered_rate,
+    repeat_images,
     scale_rate,
     spread_ticks,
 )
@@ -72,7 +75,7 @@ def make_traffic(
         ConfigError: nothing is left of the trace, or it has no rate.
     """
     assert part.of == 1 or workload.offline is None, part
-    spread_rng, synthetic_rng, task_rng, offline_rng = rng.spawn(4)
+    spread_rng, synthetic_rng, task_rng, offline_rng, image_rng = rng.spawn(5)
     offline_varies = workload.vary == "offline"
     online_scale = workload.rate_scale if offline_varies else scale
     span = _span(workload, part)
@@ -84,6 +87,8 @@ def make_traffic(
             trace = _synthesise(workload.synthetic, synthetic_rng)
         elif workload.spread:
             trace = spread_ticks(trace, workload.spread, spread_rng)
+        if workload.image_repeats:
+            trace = repeat_images(trace, workload.image_repeats, image_rng)
         online, rate, left_out = _replayed(workload, trace, online_scale, span)
         online = _judged(workload, online, task_rng, left_out)
     if not online and part.of == 1:
@@ -155,16 +160,22 @@ def _replayed(
 
 def _repeated(requests: Sequence[WorkRequest], gap: float, since: float, until: float) -> tuple[list[WorkRequest], int]:
     """What arrives in [since, until) seconds when the requests come again and again, `gap` seconds after the last one,
-    and how many came before. Each repetition has new shared prefixes."""
+    and how many came before. Each repetition has new shared prefixes and images."""
     lap = requests[-1].at + gap
     blocks = 1 + max((max(work.prefix) for work in requests if work.prefix), default=0)
+    pictures = 1 + max((image.number for work in requests for image in work.images), default=0)
     found: list[WorkRequest] = []
     turn = max(0, int(since / lap))
     earlier = turn * len(requests)
     while turn * lap < until:
         earlier += sum(work.at + turn * lap < since for work in requests)
         found += [
-            replace(work, at=work.at + turn * lap, prefix=tuple(block + turn * blocks for block in work.prefix))
+            replace(
+                work,
+                at=work.at + turn * lap,
+                prefix=tuple(block + turn * blocks for block in work.prefix),
+                images=tuple(WorkImage(number + turn * pictures, tokens) for number, tokens in work.images),
+            )
             for work in requests
             if since <= work.at + turn * lap < until
         ]
@@ -185,6 +196,8 @@ def _synthesise(synthetic: Synthetic, rng: np.random.Generator) -> list[WorkRequ
         prefixes=synthetic.prefixes,
         prefix_tokens=synthetic.prefix_tokens,
         zipf=synthetic.prefix_zipf,
+        images=synthetic.images,
+        image_tokens=LogNormal(synthetic.image_tokens, synthetic.image_cv) if synthetic.images else None,
     )
 
 
@@ -286,6 +299,7 @@ def _requests(
 
 
 FIRST_OWN = 1 << 30
+IMAGE = (1 << 32) - 2  # stands for a part of any image
 STOP = (1 << 32) - 1  # ends an output
 
 
@@ -301,5 +315,15 @@ def prompt_of(work: WorkRequest) -> list[int]:
     for block in work.prefix[:blocks]:
         assert 0 <= block < FIRST_OWN
         tokens += [block] * work.block_tokens
-    del tokens[work.prompt_tokens :]
-    return tokens + [own_token(work.number)] * (work.prompt_tokens - len(tokens))
+    seen = work.image_tokens
+    del tokens[work.prompt_tokens - seen :]
+    return tokens + [own_token(work.number)] * (work.prompt_tokens - seen - len(tokens)) + [IMAGE] * seen
+
+
+def media_of(work: WorkRequest) -> tuple[MediaSpan, ...]:
+    """The images of a prompt."""
+    spans, start = [], work.prompt_tokens - work.image_tokens
+    for image in work.images:
+        spans.append(MediaSpan(start, image.tokens, image.number.to_bytes(8, "little")))
+        start += image.tokens
+    return tuple(spans)

@@ -11,7 +11,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from penstock.core.wire.engine import Peer
-from penstock.core.wire.handoff import Commit, PeerMessage, Push
+from penstock.core.wire.handoff import Commit, EmbeddingPart, PeerMessage, Push
 from penstock.kv.connector import Move, Moved
 from penstock.kv.depot import DepotSource
 from penstock.kv.pool import Published
@@ -53,13 +53,17 @@ class Wires:
         self._into: dict[str, float] = defaultdict(float)
         self._pushed: dict[tuple[str, str], float] = defaultdict(float)  # when the last block arrives
 
-    def arrival(self, now: float, source: str, target: str, message: PeerMessage, block_bytes: int) -> float:
-        """When a message that is sent now arrives. A commit does not overtake the blocks before it."""
+    def arrival(self, now: float, source: str, target: str, message: PeerMessage, size: int) -> float:
+        """When a message that is sent now arrives, with a block or an embedding of so many bytes. A commit does not
+        overtake the blocks before it. Embeddings always travel, as no pool has them."""
         latency = self._transport.latency
-        if self._transport.kind == "copy" and isinstance(message, Push):
+        travels = isinstance(message, EmbeddingPart) or (self._transport.kind == "copy" and isinstance(message, Push))
+        if travels:
             start = max(now, self._out[source], self._into[target])
-            self._out[source] = self._into[target] = start + block_bytes / self._transport.bandwidth
-            self._pushed[source, target] = at = self._out[source] + latency
+            self._out[source] = self._into[target] = start + size / self._transport.bandwidth
+            at = self._out[source] + latency
+            if isinstance(message, Push):
+                self._pushed[source, target] = at
             return at
         if isinstance(message, Commit):
             return max(now + latency, self._pushed[source, target])

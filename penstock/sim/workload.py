@@ -24,7 +24,11 @@ class SLO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthetic:
-    """Traffic put together from distributions; see `workload.synthetic`. Lengths are log-normal, in tokens."""
+    """Traffic put together from distributions; see `workload.synthetic`. Lengths are log-normal, in tokens.
+
+    Attributes:
+        images: of a request, in the mean.
+    """
 
     requests: int
     rate: float
@@ -36,6 +40,9 @@ class Synthetic:
     prefixes: int
     prefix_tokens: int
     prefix_zipf: float
+    images: float = 0.0
+    image_tokens: int = 650
+    image_cv: float = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,7 @@ class Workload:
         exact: whether clients limit each output to its own length, as load generators do, so that policies know it.
         chats: whether requests of a trace that share a beginning are turns of a chat; see `requests.follow_chats`.
         tide: factor from the lowest rate to the highest, of a day that takes `duration`; None is no such day.
+        image_repeats: share of the images that came before; see `requests.repeat_images`.
         vary: whose rate the scale of a simulation is a factor on; that of the others stays.
         most_scale: beyond which no greater scale is sought.
     """
@@ -123,6 +131,7 @@ class Workload:
     exact: bool = False
     chats: bool = False
     tide: float | None = None
+    image_repeats: float = 0.0
     vary: Literal["online", "offline"] = "online"
     most_scale: float = inf
 

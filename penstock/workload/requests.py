@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,18 @@ from msgspec.structs import replace
 from penstock.workload.prefixes import block_ids
 
 PRIVATE_STREAM = 1  # prefixes.SHARED_STREAM is 0: a private token stream never equals a shared one
+
+
+class WorkImage(NamedTuple):
+    """An image of a prompt.
+
+    Attributes:
+        number: of its content: equal ones are the same image, of as many tokens.
+        tokens: of the prompt that stand for it.
+    """
+
+    number: int
+    tokens: int
 
 
 class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
@@ -34,6 +47,7 @@ class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
         offline: it uses the capacity that other requests leave.
         task: its class, in a mix of several.
         chat: the conversation that it belongs to; "" when that is not known.
+        images: whose tokens are the last of the prompt, in order; at least one token of text is before them.
     """
 
     number: int
@@ -49,6 +63,12 @@ class WorkRequest(Struct, frozen=True, kw_only=True, gc=False):
     offline: bool = False
     task: str = ""
     chat: str = ""
+    images: tuple[WorkImage, ...] = ()
+
+    @property
+    def image_tokens(self) -> int:
+        """How many of the prompt's tokens stand for images."""
+        return sum([image.tokens for image in self.images])
 
     @property
     def prefix_tokens(self) -> int:
@@ -101,11 +121,30 @@ def spread_ticks(requests: Sequence[WorkRequest], tick: float, rng: np.random.Ge
     return [replace(request, at=float(at)) for request, at in zip(requests, spread, strict=True)]
 
 
+def repeat_images(requests: Sequence[WorkRequest], share: float, rng: np.random.Generator) -> list[WorkRequest]:
+    """The requests with such a share of their images, in the mean, each replaced by one that came before, whose tokens
+    it has then; all that came are equally likely."""
+    known: list[WorkImage] = []
+    repeated = []
+    for request in requests:
+        images = []
+        for own in request.images:
+            if known and rng.random() < share:
+                images.append(known[int(rng.integers(len(known)))])
+            else:
+                known.append(own)
+                images.append(own)
+        text = request.prompt_tokens - request.image_tokens
+        tokens = text + sum([image.tokens for image in images])
+        repeated.append(replace(request, prompt_tokens=tokens, images=tuple(images)))
+    return repeated
+
+
 def limit_context(requests: Sequence[WorkRequest], limit: int) -> tuple[list[WorkRequest], int]:
     """The requests made to fit a model whose prompt and output together take at most `limit` tokens (at least 2).
 
     Returns them and how many had to be cut. Prompt and output are cut in proportion, so that a prompt-heavy request
-    stays prompt-heavy.
+    stays prompt-heavy. Images are never cut: the last that do not fit are left out.
     """
     assert limit >= 2, f"limit {limit} has no room for a prompt and an output"
     fitting = [_fit(request, limit) for request in requests]
@@ -117,7 +156,10 @@ def _fit(request: WorkRequest, limit: int) -> WorkRequest:
     if total <= limit:
         return request
     output = max(1, request.output_tokens * limit // total) if request.output_tokens else 0
-    return replace(request, prompt_tokens=limit - output, output_tokens=output)
+    images = request.images
+    while images and sum([image.tokens for image in images]) >= limit - output:
+        images = images[:-1]
+    return replace(request, prompt_tokens=limit - output, output_tokens=output, images=images)
 
 
 def unrelated(requests: Sequence[WorkRequest], count: int) -> list[WorkRequest]:
@@ -125,7 +167,8 @@ def unrelated(requests: Sequence[WorkRequest], count: int) -> list[WorkRequest]:
     up."""
     beyond = max(request.number for request in requests) + 1
     return [
-        replace(requests[i % len(requests)], number=beyond + i, at=0.0, prefix=(), block_tokens=0) for i in range(count)
+        replace(requests[i % len(requests)], number=beyond + i, at=0.0, prefix=(), block_tokens=0, images=())
+        for i in range(count)
     ]
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
-from penstock.workload.requests import WorkRequest
+from penstock.workload.requests import WorkImage, WorkRequest
 from penstock.workload.tables import Row, read_rows
 
 MOONCAKE_BLOCK = 512  # tokens that one of its hash ids stands for
+IMAGE_BITS = 10  # of an image's number, below those of its request
 
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 
@@ -24,7 +25,8 @@ def read_trace(path: str | Path) -> list[WorkRequest]:
 
     The format is recognised by the header: Azure (TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake JSONL
     (timestamp in ms, input_length, output_length, hash_ids), ServeGen sampled (arrival_s, input_tokens or
-    text_tokens and image_tokens, output_tokens; images count as the prompt tokens they take).
+    text_tokens and image_tokens, output_tokens, and image_count, by default one where there are image_tokens, over
+    which these are spread; images count as the prompt tokens they take, and text as one token at least).
 
     Raises `ConfigError` naming file, line, column and value.
     """
@@ -81,11 +83,19 @@ def _servegen(row: Row, number: int) -> tuple[Fraction, WorkRequest]:
 
 
 def _servegen_images(row: Row, number: int) -> tuple[Fraction, WorkRequest]:
-    text, images = row.whole("text_tokens"), row.whole("image_tokens")
-    if text + images == 0:
+    text, tokens = row.whole("text_tokens"), row.whole("image_tokens")
+    if text + tokens == 0:
         raise row.error("text_tokens", "at least 1 together with image_tokens")
+    count = row.whole("image_count") if "image_count" in row.cells else int(tokens > 0)
+    if count > tokens or (tokens and not count):
+        raise row.error("image_count", f"from 1 to image_tokens, {tokens}, and 0 without")
+    images = tuple(WorkImage(number << IMAGE_BITS | i, tokens // count + (i < tokens % count)) for i in range(count))
     return Fraction(row.number("arrival_s")), WorkRequest(
-        number=number, at=0.0, prompt_tokens=text + images, output_tokens=row.whole("output_tokens", 1)
+        number=number,
+        at=0.0,
+        prompt_tokens=max(1, text) + tokens,
+        output_tokens=row.whole("output_tokens", 1),
+        images=images,
     )
 
 

@@ -63,7 +63,7 @@ def test_servegen_text_and_images(rows, images):
     rows.sort()
     if images:
         header = "arrival_s,client,text_tokens,image_count,image_tokens,output_tokens\n"
-        lines = [f"{t / 1e4:.4f},3,{p - p // 3},1,{p // 3},{o}\n" for t, p, o in rows]
+        lines = [f"{t / 1e4:.4f},3,{p - p // 3},{min(1, p // 3)},{p // 3},{o}\n" for t, p, o in rows]
     else:
         header = "arrival_s,client,input_tokens,output_tokens,reason_tokens\n"
         lines = [f"{t / 1e4:.4f},3,{p},{o},0\n" for t, p, o in rows]

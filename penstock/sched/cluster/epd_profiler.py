@@ -1,0 +1,177 @@
+"""Which stages of requests with images are together, and how many instances each role has (xLLM, section 3.3).
+
+The search looks for the layout that carries most traffic within its targets: a bisection on the rate, over every
+route and split, each judged by a small model of the stages (`sched.cluster.media_stages`). A layout is dropped when
+its roles' work alone says that it cannot beat the best so far, or when it fails at a rate a little above that. The
+profiler repeats it on the latest traffic, and applies what it finds when that is worth a change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+from penstock.core.wire.engine import MediaRoute, Role
+from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Move
+from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
+
+STEP = 1.03  # from one rate to the next that is told apart
+EVERY = 30.0  # seconds from the end of one search to the next
+WINDOW = 400  # requests that are looked at
+FEWEST = 100  # with fewer, nothing is said
+GAIN = 0.1  # by which another layout has to carry more, to be worth a change
+IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
+LONGEST = 256  # tokens that outputs are taken for, before any has ended
+PACE = 16  # rounds of the model in one decision; each is some tens of events
+
+
+class Profile(NamedTuple):
+    """What was found.
+
+    Attributes:
+        factor: on the traffic's rate, that the layout carries.
+        tried: factor by layout, of those that were looked at; a bound above it where it was dropped.
+    """
+
+    layout: Layout
+    factor: float
+    tried: Mapping[Layout, float]
+
+
+def search(
+    machine: Machine,
+    traffic: Sequence[MediaRequest],
+    targets: Targets,
+    candidates: Sequence[Layout],
+    now: Layout | None = None,
+) -> Generator[None, None, Profile]:
+    """Find the layout of most goodput; yields now and then.
+
+    Args:
+        now: the layout there is, whose factor is to be known, too.
+    """
+    bounds = {layout: most(machine, layout, traffic, targets) for layout in candidates}
+    order = sorted(candidates, key=lambda layout: (layout != now, -bounds[layout]))
+    tried: dict[Layout, float] = {}
+    best, carried = order[0], 0.0
+    for layout in order:
+        high = bounds[layout]
+        if high <= carried * STEP:
+            tried[layout] = high
+            continue
+        low = carried * STEP
+        if low and (yield from attainment(machine, layout, traffic, low, targets)) < targets.share:
+            tried[layout] = low
+            continue
+        low = low or high / 64
+        while high / low > STEP:
+            middle = (low * high) ** 0.5
+            if (yield from attainment(machine, layout, traffic, middle, targets)) >= targets.share:
+                low = middle
+            else:
+                high = middle
+        tried[layout] = low
+        best, carried = layout, low
+    return Profile(best, carried, tried)
+
+
+class EPDProfiler:
+    """A `MediaPolicy` and a `RolePolicy` in one: it thinks a little whenever it is asked, and applies what it has found
+    by moves of instances and the route of what comes next.
+
+    Args:
+        machine: what is known of an instance beside its step times, of which the first prefiller's are taken.
+        targets: of requests that have none of their own.
+
+    Attributes:
+        route: of requests with images; None until something was found.
+        found: the last profile.
+    """
+
+    name = "epd"
+    dynamic = True
+
+    def __init__(self, machine: Machine, targets: Targets, *, every: float = EVERY, gain: float = GAIN) -> None:
+        self._machine, self._targets = machine, targets
+        self._every, self._gain = every, gain
+        self._traffic: deque[MediaRequest] = deque(maxlen=WINDOW)
+        self._search: Generator[None, None, Profile] | None = None
+        self._next = -inf
+        self._now: Layout | None = None
+        self.route: MediaRoute | None = None
+        self.found: Profile | None = None
+
+    def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
+        text = max(1, demand.prompt_tokens - sum(images) - seen)
+        self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
+
+    def choose(self, view: ClusterView) -> MediaRoute | None:
+        return self.route
+
+    def decide(self, view: ClusterView) -> Sequence[Move]:
+        """Think on; where that has come to an end and another layout is worth it, the moves that make it."""
+        if self._search is None:
+            if view.now < self._next or not self._worth_it():
+                return ()
+            self._now = layout_of(view, self.route)
+            start = self._traffic[0].at
+            most = round(view.rates.output_tokens) or LONGEST  # nobody knows how long outputs will be
+            traffic = [r._replace(at=r.at - start, output=min(r.output, most)) for r in self._traffic]
+            candidates = layouts(len(view.instances) + len(view.encoders))
+            self._search = search(self._machine, traffic, self._targets, candidates, self._now)
+        for _ in range(PACE):
+            try:
+                next(self._search)
+            except StopIteration as ended:
+                self._search, self._next = None, view.now + self._every
+                return self._apply(view, ended.value)
+        return ()
+
+    def _worth_it(self) -> bool:
+        images = sum(len(r.images) for r in self._traffic)
+        return len(self._traffic) >= FEWEST and images >= IMAGES * len(self._traffic)
+
+    def _apply(self, view: ClusterView, found: Profile) -> Sequence[Move]:
+        self.found = found
+        had = found.tried.get(self._now, 0.0) if self._now is not None else 0.0
+        if found.layout == self._now or found.factor < had * (1 + self._gain):
+            return ()
+        self.route = found.layout.route
+        return moves(view, found.layout)
+
+
+def layout_of(view: ClusterView, route: MediaRoute | None) -> Layout | None:
+    """As it is now; None where instances of "any" are beside others, which no layout has."""
+    roles = [instance.role for instance in (*view.instances, *view.encoders)]
+    counts = {role: roles.count(role) for role in ("encode", "prefill", "decode", "any")}
+    if counts["any"]:
+        return Layout("EPD", any=counts["any"]) if counts["any"] == len(roles) else None
+    if route is None or (route == "E+P+D") != bool(counts["encode"]):
+        route = "E+P+D" if counts["encode"] else "EP+D"
+    return Layout(route, counts["encode"], counts["prefill"], counts["decode"])
+
+
+def moves(view: ClusterView, layout: Layout) -> list[Move]:
+    """The fewest that make a layout of what there is; those with least to do move first."""
+    instances: list[InstanceLoad] = sorted(
+        (*view.instances, *view.encoders), key=lambda i: (i.requests, i.held_tokens, i.name)
+    )
+    wanted: dict[Role, int] = {
+        "encode": layout.encode,
+        "prefill": layout.prefill,
+        "decode": layout.decode,
+        "any": layout.any,
+    }
+    left = []
+    for instance in reversed(instances):
+        if wanted[instance.role]:
+            wanted[instance.role] -= 1
+        else:
+            left.append(instance)
+    lacking = [role for role, count in wanted.items() for _ in range(count)]
+    return [
+        Move(name=instance.name, role=role, reason=f"epd: {layout.title}")
+        for instance, role in zip(reversed(left), lacking, strict=False)
+    ]
