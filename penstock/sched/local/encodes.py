@@ -247,7 +247,7 @@ class Encodes:
 
     def abandon(self) -> None:
         """Nothing is being made any more; what was is made again."""
-        self._lose([*self._coming])
+        self._lose(sorted(self._coming))
 
     def _lose(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
