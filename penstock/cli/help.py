@@ -45,6 +45,7 @@ FLAGS = {  # of penstock serve: title -> names
         "media-fetch-timeout",
         "media-decode-timeout",
         "media-cache-memory",
+        "encode-beside",
     ),
     "files and batches": ("batch-dir", "max-file-size"),
     "API keys": ("api-key", "api-key-file", "share-prefixes"),

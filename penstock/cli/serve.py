@@ -171,6 +171,12 @@ ENGINE_OPTIONS = (
         "URL of a KV tier that engines share, such as file:///PATH where hosts share PATH, or mooncake://HOST:PORT",
     ),
     Option("media-cache-memory", size, MEDIA_CACHE, "size of the embeddings of images that an engine keeps"),
+    Option(
+        "encode-beside",
+        one_of("auto", "on", "off"),
+        "auto",
+        "look at images beside steps, which do not wait for it; the tokens are the same",
+    ),
     Option("gpu-memory-utilization", number(0, 1), 0.9, "share of a GPU's memory that may be used"),
     Option("enable-prefix-caching", switch, True, "reuse the KV of cached prefixes"),
     Option(

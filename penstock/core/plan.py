@@ -103,7 +103,8 @@ class Encode(NamedTuple):
         request_id: the first of those that want it.
         pixels: as `Request` has them.
         made: [tokens, hidden], what another instance has made of it, in place of pixels; b"" where nobody has.
-        wanted: what is made of it is part of the step's result, for other instances.
+        wanted: what is made of it is told, for other instances.
+        beside: the step begins it and does not wait for it; nor do those after it that do not need it.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class Encode(NamedTuple):
     pixels: bytes
     made: bytes = b""
     wanted: bool = False
+    beside: bool = False
 
 
 class StepWork(NamedTuple):
@@ -236,7 +238,8 @@ class StepResult:
         interrupted: the step was told to end early: nothing of it may be used, and all else is empty.
         proposed: request id -> drafts of what follows its run, by the model's draft head: as many as the step
             `proposes`, or fewer.
-        embeddings: digest -> [tokens, hidden] in the model's dtype, of the step's `encodes` that are `wanted`.
+        embeddings: digest -> [tokens, hidden] in the model's dtype, of the step's `encodes` that are `wanted` and not
+            `beside`.
     """
 
     tokens: Sequence[Sequence[int]]

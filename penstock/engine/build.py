@@ -22,8 +22,9 @@ from penstock.engine.executor.base import Computes, Executor, Memory
 from penstock.engine.executor.inline import SHORT, InlineExecutor
 from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
+from penstock.engine.media import LookingThread
 from penstock.engine.memory import check_asked, size_cache
-from penstock.engine.options import DBO, EngineOptions, check_options, device_of
+from penstock.engine.options import DBO, ENCODE_BESIDE, EngineOptions, check_options, device_of
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
@@ -194,6 +195,8 @@ def _build(
         if worker.experts is not None:
             others.balance_experts(worker.experts, options)
     blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=windows[0] is not None)
+    looks = LookingThread(model.device) if encodes_beside(options, model) else None
+    worker.runner.media.thread = looks
     encode_budget = StepBudget(1, MOST_TOKENS, worker.limit.least / 1e3)  # beside streams that go on meanwhile
     limits = Limits(
         token_budget=budget.tokens,
@@ -215,6 +218,7 @@ def _build(
         windows=windows,
         tail_interval=options.tail_key_interval,
         stages=options.pipeline_parallel_size,
+        encodes_beside=looks is not None,
         media_tokens=options.media_cache_memory // (model.config.hidden_size * model.dtype.itemsize),
     )
     log.info(
@@ -235,9 +239,24 @@ def _build(
     executor = _executor(worker, clock, others)
     found = budget if budget.tokens < budget.high else None
     finds, media = (encode_budget, options.media_cache_memory) if model.visual is not None else (None, 0)
-    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds, media)
+    engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds, media, looks)
     memory = worker if others is None else others.memory(worker)
     return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
+
+
+def encodes_beside(options: EngineOptions, model: Decoder) -> bool:
+    """Whether images are looked at beside steps. With "auto" that is where a step leaves something to do it with: on
+    CUDA, and on a CPU of several threads. Raises ConfigError.
+
+    Ranks of one model have the same at the same step, and so wait.
+    """
+    layout = options.layout
+    together = layout.group_size > 1 or layout.meets
+    if options.encode_beside == "on" and together:
+        raise ConfigError(f"{ENCODE_BESIDE}: 'on', with several ranks allowed are auto, off", ENCODE_BESIDE)
+    if options.encode_beside == "off" or together or model.visual is None:
+        return False
+    return options.encode_beside == "on" or model.device.type == "cuda" or torch.get_num_threads() > 1
 
 
 def _executor(worker: Worker, clock: Clock, others: RankProcesses | None) -> Executor:

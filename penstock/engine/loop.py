@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from penstock.core.clock import Clock
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Encode, StepPlan
 from penstock.core.request import Request, TokenOutput
 from penstock.engine.executor.base import Executor, Pending, Ran
 from penstock.kv.cache_log import CacheLog
@@ -76,6 +76,42 @@ class TierBelow(KVTier, Protocol):
         ...
 
 
+class Seen(Protocol):
+    """An image that was looked at beside steps."""
+
+    @property
+    def encode(self) -> Encode: ...
+    @property
+    def data(self) -> bytes | None:
+        """What was made of it, where that is wanted."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """That it took."""
+        ...
+
+
+class Looks(Protocol):
+    """Looks at images beside steps, of which the executor's worker gives it those that plans say."""
+
+    def fileno(self) -> int:
+        """Readable when something may have ended."""
+        ...
+
+    def take(self) -> Sequence[Seen]:
+        """What has ended. Raises what that raised."""
+        ...
+
+    def settle(self) -> None:
+        """Return when nothing is under way."""
+        ...
+
+    def drop(self) -> None:
+        """Wait for what is under way, which is not to be taken."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """An ended step, its outputs, and how many tokens it has computed: 0 when it was ended early."""
@@ -102,6 +138,7 @@ class Engine:
         prefaulter: prepares blocks; None where blocks need no preparation.
         movers: copy blocks for the scheduler's tiers, by their names.
         media_bytes: of what was made of images, that are kept for other engines, at most; 0 where it sees none.
+        looks: at images beside steps; None where steps wait for them.
 
     Attributes:
         steps: that have ended.
@@ -111,8 +148,9 @@ class Engine:
         at_work: requests in the steps in flight, and until the next one in the last.
         tell: is told of these before they are computed.
         embeddings: what it has made of images, for other engines; None where there are none.
-        encode_ms: of an image's token, a recent mean of steps that looked at images and did nothing else; None before
-            there was one.
+        encode_ms: of an image's token, a recent mean of what was looked at beside steps, or by steps that did nothing
+            else; None before there was one.
+        looks: see above.
         cache_logs: what came and went on the device and in the tiers below it, by the tier's name; empty where nobody
             asks.
     """
@@ -128,12 +166,17 @@ class Engine:
         movers: Mapping[str, TierBelow] = {},
         encode_budget: StepBudget | None = None,
         media_bytes: int = 0,
+        looks: Looks | None = None,
     ) -> None:
         assert [*movers] == ([] if scheduler.offload is None else [lane.name for lane in scheduler.offload.lanes])
         self.scheduler = scheduler
         self.executor = executor
         self.movers = movers
         self.media_bytes = media_bytes
+        self.looks = looks
+        self._looking: dict[bytes, Encode] = {}  # beside steps
+        self._looked: list[Encode] = []  # nobody has been told
+        self._failure: Exception | None = None  # of these
         self.steps = 0
         self.busy = self.idle = 0.0
         self.at_work: Sequence[str] = ()
@@ -155,6 +198,8 @@ class Engine:
         self._moved = select.poll()
         for mover in movers.values():
             self._moved.register(mover.fileno(), select.POLLIN)
+        if looks is not None:
+            self._moved.register(looks.fileno(), select.POLLIN)
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
@@ -188,7 +233,7 @@ class Engine:
         """Run one step to its end. Returns its outputs and how many tokens it computed; 0 when no step can run."""
         while self.begin():
             pass
-        if self.movers and not self._flying and self.awaits_moves:
+        if not self._flying and ((self.movers and self.awaits_moves) or self.awaits_encodes):
             self._moved.poll(1e3 * max(0.0, min(LOOK_AGAIN, self.gives_up_at - self._clock.now())))
             while self.begin():
                 pass
@@ -207,8 +252,15 @@ class Engine:
             self.scheduler.pool.release(blocks)
 
     def begin(self) -> StepPlan | None:
-        """Schedule the next step. None when enough steps are in flight, or when there is no work or no room."""
+        """Schedule the next step. None when enough steps are in flight, or when there is no work or no room.
+
+        Raises what was raised beside steps; all that is under way is then undone.
+        """
         self.move()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._abandon()
+            raise failure
         self.look_again_at = inf
         if self._flying:
             if self.scheduler.interrupts:
@@ -232,6 +284,7 @@ class Engine:
             self._ledger.clear(plan.fresh_blocks)
         if not self._flying:
             self._began = now
+        self._looking |= {each.span.digest: each for each in plan.encodes if each.beside}
         self._tell_of(plan)
         # what is to end soon may have to be stopped too: behind another step, or when it takes longer than predicted
         stoppable = self.scheduler.launch(plan) and (
@@ -244,6 +297,7 @@ class Engine:
 
     def _tell_of(self, plan: StepPlan) -> None:
         together = [request_id for flying, _ in self._flying for request_id in flying.request_ids]
+        together += [each.request_id for each in self._looking.values()]
         requests = plan.request_ids
         self.at_work = list(dict.fromkeys(together + requests)) if together else requests
         self.tell(self.at_work)
@@ -295,15 +349,21 @@ class Engine:
         try:
             ran = pending.result()
         except BaseException:
-            self.executor.settle()
-            self._flying.clear()
-            self._landed()
-            self.scheduler.abandon()
+            self._abandon()
             raise
         self._flying.popleft()
         self._landed()
         self._began = ran.ended
         return Step(plan, self._record(plan, ran), 0 if ran.result.interrupted else plan.num_tokens)
+
+    def _abandon(self) -> None:
+        self.executor.settle()
+        self._flying.clear()
+        self._landed()
+        if self.looks is not None:
+            self.looks.drop()
+        self._looking.clear()
+        self.scheduler.abandon()
 
     def _landed(self) -> None:
         self._called_at = None
@@ -330,8 +390,11 @@ class Engine:
         self.write_down()
         if ran.result.interrupted:
             return outputs
-        if plan.encodes:
-            self._encoded(plan, took)
+        if waited := [each for each in plan.encodes if not each.beside]:
+            self._looked += waited
+            tokens = sum([each.span.length for each in waited if not each.made])
+            self._encoded(tokens, took, alone=not plan.sequences)
+        if waited or not plan.sequences:
             return outputs
         if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
@@ -339,15 +402,53 @@ class Engine:
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
 
-    def _encoded(self, plan: StepPlan, took: float) -> None:
-        """Find out from a step how much one may encode: each image is computed by itself, and so takes its share."""
-        tokens = sum([each.span.length for each in plan.encodes if not each.made])
-        if tokens and not plan.sequences:
+    def _encoded(self, tokens: int, took: float, *, alone: bool) -> None:
+        """Find out how much may be encoded at once: each image is computed by itself, and so takes its share.
+
+        Args:
+            alone: the time is that of the encodes, and of nothing else.
+        """
+        if tokens and alone:
             ms = took * 1e3 / tokens
             self.encode_ms = ms if self.encode_ms is None else self.encode_ms + SMOOTH * (ms - self.encode_ms)
         budget = self._encode_budget
         if budget is not None and tokens and budget.ran(budget.tokens, took * budget.tokens / tokens):
             self.scheduler.limits = replace(self.scheduler.limits, encode_budget=budget.tokens)
+
+    # --- encodes beside steps
+
+    @property
+    def awaits_encodes(self) -> bool:
+        """Whether only encodes beside steps prevent one; for when none can run."""
+        scheduler = self.scheduler
+        if not scheduler.encodes.under_way or scheduler.num_running:
+            return False
+        return scheduler.num_waiting == len(scheduler.encodes.waiting)
+
+    def take_looked(self) -> list[Encode]:
+        """What was looked at since it was last asked for."""
+        looked, self._looked = self._looked, []
+        return looked
+
+    def _take_encodes(self) -> None:
+        if self.looks is None or not self._looking:
+            return
+        try:
+            taken = self.looks.take()
+        except Exception as error:  # for `begin`, as what runs then is part of what is told of it
+            self._failure = error
+            return
+        for seen in taken:
+            encode = seen.encode
+            del self._looking[encode.span.digest]
+            if seen.data is not None and self.embeddings is not None:
+                self.embeddings.put(encode.span.digest, Embedding.of(seen.data))
+            self._looked.append(encode)
+            self._encoded(encode.span.length, seen.seconds, alone=True)
+        self.scheduler.encodes.made([seen.encode.span.digest for seen in taken])
+        if taken and not self.has_work:
+            self.at_work = ()
+            self.tell(())
 
     # --- the tiers below the device
 
@@ -367,8 +468,9 @@ class Engine:
         return min(self._given_up_at.values(), default=inf)
 
     def move(self) -> None:
-        """Handle completed moves, and start the wanted ones. `begin` and `end` do so too; a loop that waits without a
-        step in flight calls it when one of `movers` has something."""
+        """Handle completed moves and encodes, and start the wanted moves. `begin` and `end` do so too; a loop that
+        waits without a step in flight calls it when one of `movers` or `looks` has something."""
+        self._take_encodes()
         if not self.movers:
             return
         over = [(tier, moved) for tier, mover in self.movers.items() for moved in mover.poll()]
@@ -441,6 +543,9 @@ class Engine:
 
     def clear_cache(self) -> list[int]:
         """Forget all prefixes and embeddings on the device. Returns the blocks whose memory may be given back."""
+        if self.looks is not None:
+            self.looks.settle()
+            self._take_encodes()
         blocks = self.scheduler.pool.clear()
         self.scheduler.encodes.forget()
         if self._ledger is not None:
@@ -472,12 +577,16 @@ class Engine:
     def settle(self) -> None:
         """Wait for all computation and moves. Their results can still be taken."""
         self.executor.settle()
+        if self.looks is not None:
+            self.looks.settle()
         for mover in self.movers.values():
             mover.settle()
 
     def close(self) -> None:
         """Stop all access to the cache's memory; the engine cannot be used afterwards."""
         self.executor.close()
+        if self.looks is not None:
+            self.looks.drop()
         for mover in self.movers.values():
             mover.close()
 

@@ -2,12 +2,92 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from penstock.core.plan import Encode, StepPlan
+from penstock.engine.executor.inline import Job, StepThread
 from penstock.nn.batch import Batch, to_device
 from penstock.nn.models.decoder import Decoder
+
+
+@dataclass(slots=True)
+class Looked:
+    """What a model makes of an image beside steps.
+
+    Attributes:
+        embedding: [tokens, hidden]; None until it is there.
+        data: its bytes, where they are wanted; `seconds`: that it took.
+    """
+
+    encode: Encode
+    embedding: Tensor | None = None
+    data: bytes | None = None
+    seconds: float = 0.0
+
+
+class LookingThread:
+    """Looks at images beside steps, one after the other (dual stream; xLLM, section 3.3): in a thread, and on a
+    device in a stream too. On a CPU the kernels' other threads are those of whose loop comes first.
+
+    One thread gives, and another one takes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread: StepThread[Looked] = StepThread()
+        self._under_way: deque[Job[Looked]] = deque()
+        self._lock = threading.Lock()  # what was given is in there
+
+    def fileno(self) -> int:
+        """Readable when something may be there to take."""
+        return self._thread.fileno()
+
+    def give(self, encode: Encode, look: Callable[[], Tensor]) -> Looked:
+        """Look at something, after what was given before."""
+        looked = Looked(encode)
+        with self._lock:
+            self._under_way.append(self._thread.give(lambda: self._look(looked, look)))
+        return looked
+
+    def take(self) -> list[Looked]:
+        """What has ended. Raises what that raised."""
+        taken: list[Looked] = []
+        with self._lock:
+            while self._under_way and self._under_way[0].done():
+                taken.append(self._under_way.popleft().result())
+        return taken
+
+    def settle(self) -> None:
+        """Return when nothing is under way. It can still be taken."""
+        self._thread.settle()
+
+    def drop(self) -> None:
+        """Wait for what is under way, and take nothing of it."""
+        self.settle()
+        self._under_way.clear()
+
+    def _look(self, looked: Looked, look: Callable[[], Tensor]) -> Looked:
+        self._thread.bell.computing()  # tells of the one before
+        began = time.perf_counter()
+        with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            made = look()
+            if looked.encode.wanted:
+                looked.data = _bytes_of(made)
+        if self._stream is not None:
+            self._stream.synchronize()
+            made.record_stream(torch.cuda.default_stream(self._device))  # of steps, which read it
+        looked.embedding, looked.seconds = made, time.perf_counter() - began
+        return looked
 
 
 class MediaEmbeddings:
@@ -16,12 +96,16 @@ class MediaEmbeddings:
     Each is computed by itself, and is the same whatever else a step has. All ranks of a model are given the same plans,
     and so keep the same.
 
+    Args:
+        thread: looks at what plans say is `beside` steps; None where none is.
+
     Attributes:
         looked: how many were computed; `brought`: how many other instances have made.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[bytes, Tensor] = {}
+    def __init__(self, thread: LookingThread | None = None) -> None:
+        self.thread = thread
+        self._kept: dict[bytes, Tensor | Looked] = {}
         self.looked = self.brought = 0
 
     def __len__(self) -> int:
@@ -32,20 +116,31 @@ class MediaEmbeddings:
 
     def get(self, digest: bytes) -> Tensor | None:
         """[tokens, hidden], of what was not forgotten."""
-        return self._kept.get(digest)
+        kept = self._kept.get(digest)
+        return kept.embedding if isinstance(kept, Looked) else kept
 
     def follow(self, model: Decoder, plan: StepPlan) -> None:
-        """Let go of what a plan says, and make what it is to look at."""
+        """Let go of what a plan says, and make what it is to look at, or begin to."""
         for digest in plan.forgotten:
             self._kept.pop(digest, None)
         for encode in plan.encodes:
-            if encode.span.digest not in self._kept:
-                self._kept[encode.span.digest] = self._of(model, encode)
+            digest = encode.span.digest
+            if encode.beside:
+                assert self.thread is not None
+                assert digest not in self._kept
+                self._kept[digest] = self.thread.give(encode, partial(self._of, model, encode))
+            elif digest not in self._kept:
+                self._kept[digest] = self._of(model, encode)
 
     def wanted(self, plan: StepPlan) -> dict[bytes, bytes]:
         """See `StepResult.embeddings`."""
-        digests = [encode.span.digest for encode in plan.encodes if encode.wanted]
-        return {digest: self._kept[digest].cpu().contiguous().view(torch.uint8).numpy().tobytes() for digest in digests}
+        digests = [encode.span.digest for encode in plan.encodes if encode.wanted and not encode.beside]
+        return {digest: _bytes_of(self._there(digest)) for digest in digests}
+
+    def _there(self, digest: bytes) -> Tensor:
+        made = self.get(digest)
+        assert made is not None, "it is not there"
+        return made
 
     def _of(self, model: Decoder, encode: Encode) -> Tensor:
         """[length, hidden]."""
@@ -70,5 +165,9 @@ class MediaEmbeddings:
                 first, last = max(span.start, step.start), min(span.start + span.length, end)
                 if first < last:
                     rows += range(own.start + first - step.start, own.start + last - step.start)
-                    parts.append(self._kept[span.digest][first - span.start : last - span.start])
+                    parts.append(self._there(span.digest)[first - span.start : last - span.start])
         return (to_device(rows, model.device), torch.cat(parts)) if rows else None
+
+
+def _bytes_of(made: Tensor) -> bytes:
+    return made.cpu().contiguous().view(torch.uint8).numpy().tobytes()

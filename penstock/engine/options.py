@@ -18,7 +18,7 @@ from penstock.nn.graph import MODES
 from penstock.nn.reading import LOAD_FORMATS
 from penstock.sched.parallel.rebalancing import make_eplb
 
-EPLB, DBO = "enable-eplb", "enable-dbo"
+EPLB, DBO, ENCODE_BESIDE = "enable-eplb", "enable-dbo", "encode-beside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class EngineOptions:
         disk_cache_size: bytes of it; None is the default (engine/disk_tier.py).
         remote_cache: URL of a store for a tier that engines share (transfer/stores.py); None is no such tier.
         media_cache_memory: bytes of embeddings of images that are kept.
+        encode_beside: "on" or "off", whether images are looked at beside steps, which then do not wait for it; "auto"
+            is `encodes_beside` (engine/build.py).
         gpu_memory_utilization: on CUDA, the share of the device's memory that may be used.
         prefix_cache: whether computed prefixes are found again.
         tail_key_interval: tokens between the places inside a block at which a match may end; 0 is only at its end.
@@ -82,6 +84,7 @@ class EngineOptions:
     disk_cache_size: int | None = None
     remote_cache: str | None = None
     media_cache_memory: int = MEDIA_CACHE
+    encode_beside: str = "auto"
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     tail_key_interval: int = TAIL_INTERVAL
@@ -134,6 +137,7 @@ def check_options(options: EngineOptions) -> None:
     choices = {
         "kv-address-mode": (options.kv_address_mode, ("auto", "contiguous", "table")),
         "kv-cache-dtype": (options.kv_cache_dtype, tuple(KV_DTYPES)),
+        ENCODE_BESIDE: (options.encode_beside, ("auto", "on", "off")),
         "kv-layout": (options.kv_layout, ("auto", "block", "token")),
         "graph-mode": (options.graph_mode, MODES),
         "quantization": (options.quantization, QUANTIZATIONS),

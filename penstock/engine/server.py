@@ -174,7 +174,8 @@ class EngineServer:
                 self._poller.register(orphans.fileno(), zmq.POLLIN)
         engine.log_cache()
         self._tick_every, self._beat_with = lease / 20, beat
-        for fd in (engine.executor.fileno(), *(mover.fileno() for mover in engine.movers.values())):
+        looks = () if engine.looks is None else (engine.looks.fileno(),)
+        for fd in (engine.executor.fileno(), *looks, *(mover.fileno() for mover in engine.movers.values())):
             if fd is not None:
                 self._poller.register(fd, zmq.POLLIN)
         try:
@@ -199,6 +200,9 @@ class EngineServer:
             for frontend, fetched in self._intake.take_fetched():  # before what is computed with it
                 self._send(frontend, fetched)
             stalled = engine.has_work and not self._step()
+            if seen := engine.take_looked():
+                self._intake.seen(seen)
+                self._changed = True
             if self._sleeper.orders:
                 self._tell_slept(self._sleeper.tick())
             if failed := self._intake.take_failed():
@@ -236,7 +240,7 @@ class EngineServer:
     def _patience(self, stalled: bool) -> float:
         """Seconds to wait for messages before the next step, or before the clock asks for something."""
         engine = self._engine
-        if stalled and not engine.awaits_moves:
+        if stalled and not (engine.awaits_moves or engine.awaits_encodes):
             return STALLED
         if self._sleeper.orders and not engine.has_work:
             return GOING
@@ -268,8 +272,6 @@ class EngineServer:
 
     def _ended(self, step: Step) -> None:
         self._beat_with(self._engine.tokens_in_flight)
-        if step.plan.encodes:
-            self._intake.seen(step.plan.encodes)
         # one more token for each is no change of the load
         ends = any(output.finish is not None for output in step.outputs)
         news = bool(step.plan.work.prefills) or ends

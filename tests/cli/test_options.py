@@ -129,7 +129,7 @@ def test_the_flags_of_serve():
         *("return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics"),
         "enable-tokenizer-info-endpoint",
         *("max-media-count", "max-media-bytes", "max-media-pixels", "max-video-frames", "allowed-media-domains"),
-        *("media-fetch-timeout", "media-decode-timeout", "media-cache-memory"),
+        *("media-fetch-timeout", "media-decode-timeout", "media-cache-memory", "encode-beside"),
         *("flight-recorder", "gpu-memory-utilization", "graph-mode", "host", "host-cache-memory", "kv-address-mode"),
         *(
             "kv-cache-dtype",

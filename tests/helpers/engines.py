@@ -17,6 +17,7 @@ from penstock.engine.disk_tier import DiskSlots
 from penstock.engine.executor import InlineExecutor
 from penstock.engine.host_tier import HostSlots, PinnedSlots
 from penstock.engine.loop import Engine
+from penstock.engine.media import LookingThread
 from penstock.engine.memory import MAPPINGS
 from penstock.engine.mover import Mover, SlotMover, Slots
 from penstock.engine.remote_tier import open_remote_tier
@@ -66,6 +67,7 @@ def make_engine(
     grammars: Grammars | None = None,
     speculation: Speculation | None = None,
     media_tokens: int = 1 << 20,
+    beside: bool = False,
 ) -> Engine:
     """On CUDA the cache is a tensor of the device, addressed by table.
 
@@ -76,6 +78,7 @@ def make_engine(
         host: whether there is one in the host's memory; by default where there is no other one.
         store: URL of what is a further tier; None is none.
         way: what carries blocks there, made of what usually does.
+        beside: whether images are looked at beside steps.
     """
     if isinstance(model, Path):
         model = load_model(model, torch.device(device))
@@ -116,9 +119,12 @@ def make_engine(
         speculation=speculation,
         windows=windows,
         media_tokens=media_tokens,
+        encodes_beside=beside,
     )
     clock, runner = SystemClock(), Runner(model, cache, graph_mode, grammars)
-    return Engine(scheduler, InlineExecutor(runner, clock, ahead=ahead, short=0.0), clock, movers=movers)
+    runner.media.thread = looks = LookingThread(model.device) if beside else None
+    executor = InlineExecutor(runner, clock, ahead=ahead, short=0.0)
+    return Engine(scheduler, executor, clock, movers=movers, looks=looks)
 
 
 def make_request(

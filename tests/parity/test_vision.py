@@ -1,6 +1,7 @@
 """Models that see: as transformers does, and the same tokens however a request runs."""
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -118,7 +119,8 @@ def test_logits(checkpoint, model, name):
         assert (ours(model, request, chunks).cpu() - expected).abs().max() < 1e-4
 
 
-def test_same_tokens_however_it_runs(checkpoint, model):
+@pytest.mark.parametrize("beside", [False, True])
+def test_same_tokens_however_it_runs(checkpoint, model, beside):
     if DEVICE.type == "cuda":  # as it is served there
         model = load_model(checkpoint, DEVICE, torch.bfloat16)
 
@@ -129,35 +131,80 @@ def test_same_tokens_however_it_runs(checkpoint, model):
     assert len(set(alone)) > 3
     others = [make_request(f"r{i}", text(7 + 23 * i, i), seed=i, temperature=1.0) for i in range(5)]
     others += [seeing(f"s{i}", [text(3 + i, i), picture(2 + i, 3, i), text(4, i)], seed=i) for i in range(3)]
-    assert Collector(make_engine(model)).run(*others[:6], mine(), *others[6:])["mine"] == alone
+    assert Collector(make_engine(model, beside=beside)).run(*others[:6], mine(), *others[6:])["mine"] == alone
     for budget in (1, 7, 64):
-        assert Collector(make_engine(model, budget=budget, sequences=1)).run(mine())["mine"] == alone
-    assert Collector(make_engine(model, ahead=False)).run(mine())["mine"] == alone
-    assert Collector(make_engine(model, graph_mode="eager")).run(mine())["mine"] == alone
+        assert Collector(make_engine(model, budget=budget, sequences=1, beside=beside)).run(mine())["mine"] == alone
+    assert Collector(make_engine(model, ahead=False, beside=beside)).run(mine())["mine"] == alone
+    assert Collector(make_engine(model, graph_mode="eager", beside=beside)).run(mine())["mine"] == alone
     for prefix_cache in (True, False):
-        assert preempted(model, mine, prefix_cache) == alone
+        assert preempted(model, mine, prefix_cache, beside=beside) == alone
     for room in (63, 78, 1000):  # one after the other, or both at once
-        piecewise = make_engine(model, budget=16, media_tokens=room)
+        piecewise = make_engine(model, budget=16, media_tokens=room, beside=beside)
         assert Collector(piecewise).run(mine(), *others)["mine"] == alone
     with pytest.raises(InvalidRequest, match=r"image 0: 63 tokens, allowed are at most 62.*media-cache-memory"):
         make_engine(model, media_tokens=62).add(mine())
     beams = seeing("mine", [text(20, 1), SMALL, text(9, 3)], n=3, use_beam_search=True, max_tokens=8)
-    Collector(make_engine(model)).run(beams)
+    Collector(make_engine(model, beside=beside)).run(beams)
 
 
-def preempted(model, mine, prefix_cache):
-    crowded = Collector(make_engine(model, blocks=8, model_len=512, prefix_cache=prefix_cache))
+def preempted(model, mine, prefix_cache, **options):
+    crowded = Collector(make_engine(model, blocks=8, model_len=512, prefix_cache=prefix_cache, **options))
     for i in range(2):
         crowded.engine.add(make_request(f"urgent{i}", text(100, i), max_tokens=120, priority=-1))
     crowded.engine.add(mine())
-    for _ in range(10):
+    while not crowded.tokens.get("mine"):
         crowded.step()
-    assert 0 < len(crowded.tokens["mine"]) < 24
+    assert len(crowded.tokens["mine"]) < 24
     before = crowded.engine.scheduler.counters.preemptions
     crowded.engine.add(make_request("bully", text(150, 5), max_tokens=8, priority=-2))
     while crowded.engine.scheduler.counters.preemptions == before:
         crowded.step()
     return crowded.run()["mine"]
+
+
+def test_steps_go_on_while_an_image_is_looked_at_beside_them(model, monkeypatch):
+    mine = seeing("mine", [text(20, 1), LARGE, text(9, 3)], **SAMPLED)
+    alone = Collector(make_engine(model)).run(mine)["mine"]
+    look_at, gate = model.look_at, threading.Event()
+    monkeypatch.setattr(model, "look_at", lambda *image: gate.wait() and look_at(*image))
+    collector = Collector(make_engine(model, beside=True))
+    engine = collector.engine
+    engine.add(mine)
+    collector.engine.add(make_request("text", text(30, 1)))
+    while collector.finish.get("text") is None:
+        collector.step()
+    assert "mine" not in collector.tokens
+    assert (engine.awaits_encodes, engine.at_rest, engine.scheduler.num_waiting) == (True, False, 1)
+    gate.set()
+    assert collector.run()["mine"] == alone
+    gate.clear()
+    engine.add(seeing("gone", [SMALL, [5]]))
+    engine.begin()
+    engine.end(wait=True)
+    engine.cancel(["gone"])
+    assert not engine.at_rest, "it is being looked at"
+    gate.set()
+    engine.clear_cache()
+    assert engine.at_rest
+    assert [each.request_id for each in engine.take_looked()] == ["mine", "gone"]
+
+
+def test_what_fails_beside_steps_fails_the_engine_and_is_known(model, monkeypatch):
+    mine = seeing("mine", [text(20, 1), LARGE, text(5, 2), SMALL, text(9, 3)], **SAMPLED)
+    alone = Collector(make_engine(model)).run(mine)["mine"]
+    look_at, failures = model.look_at, [MemoryError("no room to look")]
+
+    def fails(*image):
+        if failures:
+            raise failures.pop()
+        return look_at(*image)
+
+    monkeypatch.setattr(model, "look_at", fails)
+    collector = Collector(make_engine(model, beside=True))
+    with pytest.raises(MemoryError, match="no room to look"):
+        collector.run(mine)
+    assert "mine" in collector.engine.at_work
+    assert collector.run()["mine"] == alone
 
 
 def test_prefixes_are_found_by_what_is_seen(model):

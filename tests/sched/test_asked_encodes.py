@@ -65,3 +65,24 @@ def test_what_others_have_seen_needs_no_look():
     encodes.join(Waiting())
     (encode,) = encodes.choose(0, None, lambda s: True)
     assert (encode.made, encode.pixels, encode.wanted) == (b"what others have seen", b"", False)
+
+
+def test_beside_steps_one_is_under_way_and_one_follows():
+    encodes = Encodes(1000, beside=True)
+    for name in "abc":
+        encodes.ask("r", image(name, 60), b"pixels")
+
+    def next_ones(budget):
+        return [each.span.digest for each in encodes.choose(budget, None, lambda s: True, beside=True)]
+
+    assert [next_ones(0) for _ in range(3)] == [[b"a"], [b"b"], []]
+    assert not encodes.ready(b"a")
+    encodes.ask("r", image("a", 60), b"pixels")
+    encodes.made([b"a"])
+    assert encodes.ready(b"a")
+    assert next_ones(0) == [b"c"]
+    assert next_ones(200) == [b"a"], "it is there, and only given"
+    encodes.check()
+    encodes.abandon()
+    encodes.check()
+    assert (encodes.under_way, encodes.used, encodes.forgotten) == (False, 60, [b"b", b"c"])

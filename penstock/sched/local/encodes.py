@@ -26,7 +26,7 @@ class Encodes:
 
     Args:
         room: tokens whose embeddings are kept, at most.
-        beside: steps do not wait for the encodes that they begin: `made` says when there is one.
+        beside: steps do not wait for the encodes that they begin: `made` says when there is one (dual stream).
 
     Attributes:
         used: tokens whose embeddings are kept, or being made.
@@ -130,8 +130,11 @@ class Encodes:
         granted: Container[Sequence] = (),
         *,
         others: bool = True,
+        beside: bool = False,
     ) -> list[Encode]:
         """What the next step is to encode: one whatever its size, and more up to a budget of tokens.
+
+        Beside steps it is one that is under way and one that follows it, and more up to the budget.
 
         The first in order may have the room of what all others want, and these that of what nobody wants: so there is
         always one that gets on.
@@ -141,7 +144,10 @@ class Encodes:
             meant: of which sequences.
             granted: sequences of which it computes something.
             others: also what others have it look at: beside such steps prompts wait every other time.
+            beside: steps do not wait for it.
         """
+        free = 2 - len(self._coming) if beside else 1  # encodes whose size does not matter
+        budget -= sum([self._kept[digest] for digest in self._coming])
         for sequence in [s for s in self.starts if s.blocks and _end(s) <= s.settled]:
             del self.starts[sequence]
         starts = {s: s.computed if s.blocks else start for s, start in self.starts.items()}
@@ -160,37 +166,39 @@ class Encodes:
                     continue
                 made = pixels if span.embedded else self._brought.get(span.digest, b"")
                 cost = 0 if made else span.length
-                if chosen and cost > budget:
+                if cost > budget and len(chosen) >= free:
                     return chosen
                 there = self._make_room(span.length, wanted) or (not place and self._make_room(span.length, needed))
                 if not there:
                     return chosen
                 needed.add(span.digest)
-                self._take(span, made=bool(made))
+                self._take(span, made=bool(made), beside=beside)
                 budget -= cost
                 self._brought.pop(span.digest, None)
                 self.asked.pop(span.digest, None)
-                chosen.append(Encode(sequence.id, span, b"" if made else pixels, made, self.gives and not made))
+                wanted_of = self.gives and not made
+                chosen.append(Encode(sequence.id, span, b"" if made else pixels, made, wanted_of, beside and not made))
         if others and self.asked and (before is None or not self._gave_way):
-            chosen += self._of_others(budget, wanted, none=not chosen)
+            chosen += self._of_others(budget, wanted, len(chosen) < free, beside=beside)
             self._gave_way = before is not None
         else:
             self._gave_way = False
         return chosen
 
-    def _of_others(self, budget: int, keep: set[bytes], *, none: bool) -> list[Encode]:
-        """What others have it look at, in order; one at least where there are none of its own."""
+    def _of_others(self, budget: int, keep: set[bytes], free: bool, *, beside: bool) -> list[Encode]:
+        """What others have it look at, in order; the first whatever its size where that is `free`."""
         chosen: list[Encode] = []
         for digest, encode in list(self.asked.items()):
             if digest in self._coming:
-                continue  # it is in the result of a step that is in flight
+                continue  # it is given once it is there
             cost = 0 if digest in self._kept else encode.span.length
-            if cost > budget and (chosen or not none):
+            if cost > budget and (chosen or not free):
                 break
             if digest in self._kept:
                 self._kept.move_to_end(digest)
             elif self._make_room(encode.span.length, keep | {each.span.digest for each in chosen}):
-                self._take(encode.span, made=False)
+                self._take(encode.span, made=False, beside=beside)
+                encode = encode._replace(beside=beside)  # noqa: PLW2901
             else:
                 break
             del self.asked[digest]
@@ -214,13 +222,13 @@ class Encodes:
         self.forgotten += gone
         return True
 
-    def _take(self, span: MediaSpan, *, made: bool) -> None:
+    def _take(self, span: MediaSpan, *, made: bool, beside: bool) -> None:
         self._kept[span.digest] = span.length
         self.used += span.length
         if made:
             return
         self.looked += 1
-        if self.beside:
+        if beside:
             self._coming.add(span.digest)
 
     def take_forgotten(self) -> tuple[bytes, ...]:
@@ -234,13 +242,19 @@ class Encodes:
 
     def undone(self, plan: StepPlan) -> None:
         """A step has not come about. What it has made all the same is made again."""
-        for encode in plan.encodes:
-            digest = encode.span.digest
+        self._lose([encode.span.digest for encode in plan.encodes])
+        self.forgotten += plan.forgotten
+
+    def abandon(self) -> None:
+        """Nothing is being made any more; what was is made again."""
+        self._lose(sorted(self._coming))
+
+    def _lose(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
             self._coming.discard(digest)
             if digest in self._kept:
                 self.used -= self._kept.pop(digest)
                 self.forgotten.append(digest)
-        self.forgotten += plan.forgotten
 
     def forget(self) -> None:
         """Have the runner let go of all; nothing is being made."""

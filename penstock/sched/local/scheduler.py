@@ -117,7 +117,7 @@ class Scheduler:
         windows: of the model's groups of layers (`kv.groups`). Blocks that left them are given back.
         tail_interval: see `KVManager`.
         stages: of the pipeline that computes steps.
-        media_tokens: whose embeddings an engine keeps, see `Encodes`.
+        media_tokens: whose embeddings an engine keeps, and `encodes_beside`: see `Encodes`.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class Scheduler:
         tail_interval: int = TAIL_INTERVAL,
         stages: int = 1,
         media_tokens: int = UNBOUNDED,
+        encodes_beside: bool = False,
     ) -> None:
         self.pool = pool
         self.stages = stages
@@ -145,7 +146,7 @@ class Scheduler:
         self._in_flight = InFlightSteps(stages)
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows, tail_interval)
         self._windows = windows
-        self.encodes = Encodes(media_tokens)
+        self.encodes = Encodes(media_tokens, beside=encodes_beside)
         self._seeing: Mapping[Sequence, int] = self.encodes.starts  # of requests that are text alone nothing is there
         self._encoding: Mapping[str, Sequence] = self.encodes.waiting  # unknown to the policy
         self._asked: Mapping[bytes, Encode] = self.encodes.asked  # by others
@@ -198,7 +199,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
         waits = self._waiting or self._loading or self._awaiting or self._encoding or self._asked
-        return bool(self._running or self._in_flight.ending or waits)
+        return bool(self._running or self._in_flight.ending or waits or self.encodes.under_way)
 
     @property
     def held_back(self) -> bool:
@@ -484,7 +485,7 @@ class Scheduler:
         if builder.empty:
             held = self._migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
             moves = (self.offload is not None and not self.offload.idle) or self._awaiting or self.kv.pinned
-            assert held or moves or not self._sequences, "work waits and nothing can run"
+            assert held or moves or self.encodes.under_way or not self._sequences, "work waits and nothing can run"
             return StepPlan(())
         speculation = self.speculation
         prompts = builder.prompt_tokens or self.kv.copies  # one that begins inside a block may lack only its last token
@@ -525,14 +526,15 @@ class Scheduler:
     ) -> None:
         allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
         self._decode(builder, allowance.decoding)
-        if (self._seeing or self._asked) and self._encode(builder, prefilling):
+        sees, beside = self._seeing or self._asked, self.encodes.beside
+        if sees and not beside and self._encode(builder, prefilling):
             self._decode(builder, allowance.held_back() if allowance.bounded else ())
             return
         self._fill(builder, allowance, prefilling)
         builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
         if self._offline_chunk.tokens is not None and all_offline(builder.grants):
             self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
-        if (self._seeing or self._asked) and not builder.prompt_tokens:
+        if sees and (beside or not builder.prompt_tokens):
             self._encode_before(builder, None)
 
     def _encode(self, builder: StepBuilder, prefilling: Items[Sequence]) -> bool:
@@ -545,8 +547,9 @@ class Scheduler:
 
     def _encode_before(self, builder: StepBuilder, turn: tuple[float, ...] | None) -> bool:
         """Have the step encode what comes before a turn, and whether there is any; None is whatever there is."""
-        alone, budget = self._alone, self.limits.encode_budget
-        builder.encodes = self.encodes.choose(budget, turn, lambda s: s.id not in alone, builder.grants)
+        alone, budget, encodes = self._alone, self.limits.encode_budget, self.encodes
+        beside = encodes.beside and not alone  # what breaks an engine is to be told from what is computed with it
+        builder.encodes = encodes.choose(budget, turn, lambda s: s.id not in alone, builder.grants, beside=beside)
         return bool(builder.encodes)
 
     def _reach(self, sequence: Sequence, start: int) -> int:
@@ -558,6 +561,8 @@ class Scheduler:
         # a search begins anew when it is preempted, and brings nothing before its end
         for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone and not s.branching]:
             del self._alone[sequence.id]
+        if self.encodes.under_way:
+            return self._build(delay)
         preempted = False
         # and once more, as the policy of a step of others may have put one that is to run alone at the queue's head
         for alone in (not self._ran_alone, self._ran_alone, True):
@@ -636,12 +641,13 @@ class Scheduler:
         return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
 
     def abandon(self) -> None:
-        """The runner has failed and stopped. The steps in flight are computed again."""
+        """The runner has failed and stopped. The steps in flight, and encodes beside them, are computed again."""
         while self._in_flight:
             self.encodes.undone(self._in_flight.first)
             for sequence in self._land(self._in_flight.first).values():
                 if sequence.blocks:
                     self._preempt(sequence, known=False)
+        self.encodes.abandon()
 
     def _pause(self, sequence: Sequence) -> None:
         """It is to leave, and nothing that is in flight computes it."""
