@@ -82,8 +82,8 @@ class EPDProfiler:
     by moves of instances and the route of what comes next.
 
     Args:
-        machine: what is known of an instance beside its step times, of which the first prefiller's are taken.
-        targets: of requests that have none of their own.
+        machine: what every instance is.
+        targets: of all requests.
 
     Attributes:
         route: of requests with images; None until something was found.
