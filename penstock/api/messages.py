@@ -16,7 +16,7 @@ from penstock.api.errors import error_row
 from penstock.api.http import Route, UntilDisconnect, json_response, read_body
 from penstock.api.media import joined
 from penstock.api.message import Fields
-from penstock.api.schema import SHORT, Body, Int32, Messages, Strings, service_level, whole_number
+from penstock.api.schema import SHORT, Body, Int32, Messages, Strings, sampling_params, service_level, whole_number
 from penstock.api.sse import encode
 from penstock.api.tools import wrong_value
 from penstock.core.errors import InvalidRequest, UnsupportedField
@@ -110,6 +110,7 @@ def routes(models: Models) -> list[Route]:
         body = (await read_body(request, CountBody)).chat(thinks=False)
         frontend = models.of(body.model)
         frontend.check_known()
+        sampling_params(body, frontend.default_sampling, frontend.vocab_size)  # which nothing is drawn with
         prompt = await prompt_of(frontend, body, None)
         return json_response({"input_tokens": len(prompt)})
 
