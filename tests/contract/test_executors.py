@@ -119,6 +119,7 @@ def test_every_executor_brings_the_same_results_in_order(folder):
     assert all(of_one == found["in turn"] for of_one in found.values()), found
 
 
+@pytest.mark.slow
 @together
 def test_what_ranks_have_computed_the_next_ones_find_in_a_store(folder, tmp_path, monkeypatch):
     """Beside a disk, which keeps copies of the same blocks; other ranks, or one alone, find nothing of it."""

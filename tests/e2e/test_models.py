@@ -216,6 +216,7 @@ def test_all_models_change_or_none_does(tmp_path):
                 each.result()
 
 
+@pytest.mark.slow
 def test_a_list_of_one_model_changes_as_one_without_a_list(tmp_path):
     def listed(count, policy):
         entry = {"name": "m", "model": "demo", "policy": policy, "engine": PACED, "instances": [{"count": count}]}
