@@ -103,8 +103,9 @@ def make_engine(
         movers["host"] = SlotMover(way((HostSlots if cache.slots.is_cpu else PinnedSlots)(cache, slots)), CHECKSUM)
     if slots and disk is not None:
         on_disk = DiskSlots(cache, disk, slots)
-        lanes.append(Lane(Tier(slots, "disk")))
-        lanes[-1].tier.restore(on_disk.kept)
+        tier = Tier(slots, "disk")
+        tier.restore(on_disk.kept)
+        lanes.append(Lane(tier))
         movers["disk"] = SlotMover(way(on_disk), CHECKSUM, on_disk)
     if store is not None:
         remote = open_remote_tier(cache, store)
