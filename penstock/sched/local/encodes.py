@@ -48,7 +48,6 @@ class Encodes:
         self.looked = self.found = 0
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # digest -> tokens
         self._coming: set[bytes] = set()  # of these, what is not there yet
-        self._brought: dict[bytes, bytes] = {}  # from other instances, and not in the runner yet
         self.forgotten: list[bytes] = []
         self.starts: dict[Sequence, int] = {}
 
@@ -109,12 +108,6 @@ class Encodes:
             least = 0  # what is there takes room of what is not
         return len(sequence.tokens) - start
 
-    def brought(self, digest: bytes, embedding: bytes) -> None:
-        """Another instance has made this of it: [tokens, hidden] in the model's dtype. It is in the next plan, for
-        whoever wants it."""
-        if digest not in self._kept:
-            self._brought[digest] = embedding
-
     def ask(self, request_id: str, span: MediaSpan, pixels: bytes) -> str:
         """Look at it for another instance. Returns why that cannot be; "" when it will."""
         if span.length > self.room:
@@ -164,7 +157,7 @@ class Encodes:
                     self._kept.move_to_end(span.digest)
                     needed.add(span.digest)
                     continue
-                made = pixels if span.embedded else self._brought.get(span.digest, b"")
+                made = pixels if span.embedded else b""
                 cost = 0 if made else span.length
                 if cost > budget and len(chosen) >= free:
                     return chosen
@@ -174,7 +167,6 @@ class Encodes:
                 needed.add(span.digest)
                 self._take(span, made=bool(made), beside=beside)
                 budget -= cost
-                self._brought.pop(span.digest, None)
                 self.asked.pop(span.digest, None)
                 wanted_of = self.gives and not made
                 chosen.append(Encode(sequence.id, span, b"" if made else pixels, made, wanted_of, beside and not made))
@@ -261,7 +253,6 @@ class Encodes:
         assert not self._coming
         self.forgotten += self._kept
         self._kept.clear()
-        self._brought.clear()
         self.used = 0
 
     def check(self) -> None:
