@@ -112,6 +112,7 @@ def test_images_are_sent_and_shown(page: Any) -> None:
         page.locator("#attach").wait_for()
         picture = {"name": "circle.png", "mimeType": "image/png", "buffer": file.getvalue()}
         page.locator("#ask [name=files]").set_input_files([picture, picture])
+        page.locator("#pictures img").nth(1).wait_for()  # files are read one after the other
         assert page.locator("#pictures img").count() == 2
         page.locator("#pictures button").first.click()
         say(page, "What is in the picture?")
