@@ -71,6 +71,7 @@ FLAGS = {  # of penstock serve: title -> names
         "enable-eplb",
         "eplb-config",
         "enable-dbo",
+        "helper-kv-memory",
         "gpu-memory-utilization",
         "enable-sleep-mode",
     ),

@@ -138,6 +138,13 @@ ENGINE_OPTIONS = (
         takes_object=True,
     ),
     Option("enable-dbo", switch, False, "compute a step as two micro-batches where that hides what ranks exchange"),
+    Option(
+        "helper-kv-memory",
+        size,
+        None,
+        "memory of a data-parallel group for copies of others' KV, over which it attends for them while it would wait, "
+        "such as 1G; by default none",
+    ),
     Option("max-model-len", integer(2), None, "prompt and output tokens of one sequence; by default the checkpoint's"),
     Option("max-num-seqs", integer(1, 65536), 128, "sequences that run at once"),
     Option("max-num-batched-tokens", integer(1), None, "tokens in one step; by default measured while it runs"),

@@ -12,6 +12,7 @@ from penstock.core.request import MediaSpan, Pooling, TokenLogprobs
 from penstock.core.sampling import SamplingParams
 
 BLOCK_TOKENS = 64  # consecutive tokens in a block: the unit of sharing, prefix keys, moving and checksums, cluster-wide
+HELPED_BLOCKS = 16  # of a piece of attention that another group may compute: attention sums each up by itself
 POOLED_ONE = 1 << 32  # what 1.0 is in a sum of `StepResult.pooled`
 
 
@@ -155,6 +156,22 @@ class Split(NamedTuple):
     threads: int
 
 
+class Helped(NamedTuple):
+    """What another data-parallel group may attend to for a sequence.
+
+    Attributes:
+        request_id: whose.
+        group: that has copies.
+        first: the first piece of HELPED_BLOCKS blocks, counted from the sequence's start.
+        blocks: where the copies of these and of further whole pieces are, in that group's memory for them.
+    """
+
+    request_id: str
+    group: int
+    first: int
+    blocks: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A whole step. Self-contained: the runner keeps nothing between steps but the KV cache and what it drew last.
@@ -169,6 +186,7 @@ class StepPlan:
             done even in a step that ends early.
         switch: of experts, before anything is computed.
         split: into micro-batches; None where it is one batch.
+        helped: what other groups may attend to.
         encodes: what it looks at, before it computes rows that need that. Their embeddings are kept for later steps.
         forgotten: digests of embeddings that are needed no more, to be let go of before that.
     """
@@ -179,6 +197,7 @@ class StepPlan:
     copies: tuple[TailCopy, ...] = ()
     switch: Switch | None = None
     split: Split | None = None
+    helped: tuple[Helped, ...] = ()
     encodes: tuple[Encode, ...] = ()
     forgotten: tuple[bytes, ...] = ()
 

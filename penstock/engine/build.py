@@ -194,6 +194,8 @@ def _build(
         others.opened()
         if worker.experts is not None:
             others.balance_experts(worker.experts, options)
+        if worker.runner.helpers is not None:
+            others.want_help(worker.runner.helpers, worker)
     blocks = _block_pool(pool, num_blocks, options.prefix_cache, windowed=windows[0] is not None)
     looks = LookingThread(model.device) if encodes_beside(options, model) else None
     worker.runner.media.thread = looks

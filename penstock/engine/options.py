@@ -9,7 +9,7 @@ import torch
 from penstock.core.device import QUANTIZATIONS
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
-from penstock.core.parallel import EXPERTS, Layout
+from penstock.core.parallel import DATA, EXPERTS, Layout
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sizes import MEDIA_CACHE
 from penstock.kv.keys import TAIL_INTERVAL
@@ -19,6 +19,7 @@ from penstock.nn.reading import LOAD_FORMATS
 from penstock.sched.parallel.rebalancing import make_eplb
 
 EPLB, DBO, ENCODE_BESIDE = "enable-eplb", "enable-dbo", "encode-beside"
+HELPER_KV = "helper-kv-memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class EngineOptions:
         enable_expert_parallel: whether experts are spread over ranks, whole ones.
         enable_eplb: whether experts move between these such that they have equally much to do.
         eplb_config: how, as `sched.parallel.rebalancing.make_eplb` has it.
+        helper_kv_memory: bytes for copies of other data-parallel groups' KV, over which this one attends for them while
+            it would wait; None is no help.
         enable_dbo: whether steps are two micro-batches where that hides what these exchange.
         load_format: "mmap", "sequential" or "auto": how a checkpoint's files are read (nn/reading.py).
         quantization: what a plain checkpoint is quantised to, a name in `core.device.QUANTIZATIONS`; "auto" leaves it
@@ -107,6 +110,7 @@ class EngineOptions:
     enable_eplb: bool = False
     eplb_config: str = "{}"
     enable_dbo: bool = False
+    helper_kv_memory: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -124,6 +128,9 @@ def check_options(options: EngineOptions) -> None:
     for name, asked in ((EPLB, options.enable_eplb), (DBO, options.enable_dbo)):
         if asked and options.layout.expert_ranks == 1:  # `layout` has ranges of its own
             raise ConfigError(f"{name}: true, allowed is false where {EXPERTS} spreads no experts over ranks", name)
+    if options.helper_kv_memory is not None and not options.layout.meets:
+        why = f"allowed is none where {DATA} and {EXPERTS} have no groups that meet"
+        raise ConfigError(f"{HELPER_KV}: {options.helper_kv_memory}, {why}", HELPER_KV)
     make_eplb(options.eplb_config)
     ranges = {
         "max-num-seqs": (options.max_num_seqs, 1, 65536),

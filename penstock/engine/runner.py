@@ -7,12 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.core.parallel import Switch
-from penstock.core.plan import POOLED_ONE, SequenceStep, StepPlan, StepResult
+from penstock.core.plan import POOLED_ONE, Helped, SequenceStep, StepPlan, StepResult
 from penstock.core.request import TokenLogprobs
 from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
@@ -33,6 +34,7 @@ from penstock.engine.sampling import (
 from penstock.nn import native
 from penstock.nn.batch import Batch, Scratch, to_device
 from penstock.nn.graph import Forward
+from penstock.nn.helpers import Helpers
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ranks import Pipe
 from penstock.text.grammar import Grammars
@@ -50,6 +52,7 @@ class Runner:
     Attributes:
         forward: the model's pass.
         switch: has experts computed elsewhere.
+        helpers: with whom it attends; None where it does so alone.
         media: what it has made of images.
         took: seconds that the last forward pass has; on a device, to launch it.
 
@@ -81,6 +84,7 @@ class Runner:
         self._prepared: deque[tuple[StepPlan, Batch]] = deque()
         self.took = 0.0
         self.switch: Callable[[Switch], None] = _cannot
+        self.helpers: Helpers | None = None
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
         self._masks = Masks(model.config.vocab_size, grammars)
         self._sampled = torch.zeros(0, dtype=torch.int64, device=self.device)  # [rows] in the last step
@@ -149,6 +153,8 @@ class Runner:
             if cache.meets and (ranks := self.model.shard.ranks) is not None:
                 ranks.on_host.gather(NOTHING)
         batch = self._take_prepared(plan) or self._batch(plan, placed)
+        if self.helpers is not None:
+            batch.together = partial(self.helpers.attend, _helped(plan))
         threads = native.threads() if plan.split is not None else 0
         try:
             if plan.split is not None:
@@ -279,6 +285,12 @@ class Runner:
 
 def _cannot(switch: Switch) -> None:
     raise AssertionError(f"{switch}: experts are not spread over ranks")
+
+
+def _helped(plan: StepPlan) -> list[tuple[int, Helped]]:
+    """Numbers of sequences among those without branches, and what of them others may attend to."""
+    spans = [step.request_id for step in plan.sequences if step.branches is None]
+    return [(spans.index(part.request_id), part) for part in plan.helped]
 
 
 def _nothing() -> None:

@@ -77,7 +77,7 @@ class Worker:
         device = device_of(options.device)
         if others is not None and device.type == "cuda":
             device = torch.device("cuda", others.world.rank)
-        self.options, self._device = options, device
+        self.options, self._device, self._others = options, device, others
         self.shard = shard = WHOLE if others is None else others.shard
         self.before, self.after = (None, None) if others is None else (others.before, others.after)
         speculation = make_speculation(options.speculative_config)
@@ -149,6 +149,12 @@ class Worker:
         self.runner = self._runner(cache, grammars)
         if self.experts is not None:
             self.runner.switch = self.experts.switch
+        if self.options.helper_kv_memory and self._others is not None and self._others.groups is not None:
+            from penstock.engine.helping import open_helpers  # with what groups share
+
+            groups, places = self._others.groups, self._others.helpers()
+            assert places is not None
+            self.runner.helpers = open_helpers(places, groups.copies(groups.group), self.model, cache)
         self.runner.capture(self.options.max_num_seqs, max_model_len)
 
     def _runner(self, cache: KVCache, grammars: Grammars | None = None) -> Runner:

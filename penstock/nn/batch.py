@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import BLOCK_TOKENS, Branches, SequenceStep
+from penstock.nn.kv import LayerKV
 
 Metadata = TypeVar("Metadata")
 
@@ -128,6 +129,7 @@ class Batch:
         tables: the same batch for the layers of each group: what ops are given. The first is this one.
         scratch: for ops; by default the batch's own.
         halves: the same rows as two micro-batches, where they are computed by turns.
+        together: attends as `ops.attention` does, with other ranks that help; returns None in layers where none does.
         media: rows and steps of sequences that have some.
         seen: rows, [seen] int64, and what stands there in place of tokens' embeddings, [seen, hidden]; None is nothing.
     """
@@ -151,6 +153,7 @@ class Batch:
         self.rows: list[range] = []
         self.kept: Tensor | None = None
         self.halves: tuple[Batch, Batch] | None = None
+        self.together: Callable[[Tensor, LayerKV, Batch, float], Tensor | None] | None = None
         self.reach = 0
         self.scratch = scratch or Scratch()
         self.media: list[tuple[range, SequenceStep]] = []
@@ -186,7 +189,7 @@ class Batch:
         """All of its rows, those that pad it too, for ops that need no spans."""
         batch = cls.__new__(cls)
         batch.rows, batch.kept, batch.reach, batch.scratch = [], None, reach, Scratch()
-        batch.halves = None
+        batch.halves = batch.together = None
         batch.packed, batch.media, batch.seen = packed, [], None
         batch.tables = [batch, *(copy(batch) for _ in packed.slot_blocks[1:])]
         for group, table in enumerate(batch.tables):

@@ -17,6 +17,7 @@ from penstock.nn.config import DecoderConfig, ExpertsConfig, Routing
 from penstock.nn.dispatch import share_of_rows, travel, whole_again
 from penstock.nn.formats.base import Expected, Format
 from penstock.nn.formats.dense import DENSE
+from penstock.nn.helpers import Helpers
 from penstock.nn.layers import FeedForward, GatedMLP
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods.base import LinearMethod, Weight
@@ -249,6 +250,7 @@ class Experts(nn.Module):
         loads: [ranks] int64 on the CPU: those that each rank has computed, of all its experts together.
         placement: which rank computes which; None where each has a part of all.
         spare: memory for what is computed away from home.
+        helpers: with whom these ranks attend for each other, before they meet; None where they do not.
 
     Args:
         shard: of each expert's gates; or of the experts, where its `experts` says so.
@@ -266,6 +268,7 @@ class Experts(nn.Module):
         self.counts = torch.zeros(count, dtype=torch.int64, device="cpu")
         self.loads = torch.zeros(1 if self.spread is None else self.spread.size, dtype=torch.int64, device="cpu")
         self.spare: Spare | None = None
+        self.helpers: Helpers | None = None
         self._turn = 0
         self._go_home()
 
@@ -402,6 +405,8 @@ class Experts(nn.Module):
 
     def _travelling(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, spread: Shard) -> Tensor:
         """Each group has rows of its own."""
+        if self.helpers is not None:
+            self.helpers.meet(wait=True)
         rows = len(x)
         x, experts, weights = share_of_rows(self.group, x, experts, weights)
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()

@@ -86,7 +86,10 @@ class FeedForward(Protocol):
 
 def attend(q: Tensor, cache: LayerKV, batch: Batch, scale: float, window: int | None = None) -> Tensor:
     """[rows, heads, dim], rotated, over what the cache has -> [rows, heads, value dim]."""
-    heads = ops.attention(q, cache, batch, scale, window)
+    together = batch.together if window is None else None
+    heads = None if together is None else together(q, cache, batch, scale)
+    if heads is None:
+        heads = ops.attention(q, cache, batch, scale, window)
     for span in batch.branches:
         rows = slice(span.row, span.row + span.rows)
         heads[rows] = ops.branch_attention(q[rows], cache, span, scale, window, batch.scratch)

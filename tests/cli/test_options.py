@@ -160,6 +160,7 @@ def test_the_flags_of_serve():
         *("tensor-parallel-size", "pipeline-parallel-size", "enable-expert-parallel", "enable-eplb", "eplb-config"),
         "data-parallel-size",
         "enable-dbo",
+        "helper-kv-memory",
     }
 
 

@@ -30,7 +30,6 @@ from penstock.nn.ops.sample import GOLDEN, MASK, mix
 from penstock.nn.packed import PackedWeight
 from penstock.nn.packed_quantised import PackedQuantisedWeight
 from penstock.nn.quantised import SCALES, Codes, QuantisedWeight
-from penstock.sched.parallel.groups import SPLIT
 from tests.helpers.quantised import random_pieces
 
 HERE = [one.name for one in sets_here()]
@@ -329,15 +328,6 @@ def case(name: str, data, device: str, dtype: torch.dtype):
     if name == "gumbel_noise":
         keys = torch.tensor([row_key(data.draw(st.integers(-(2**63), 2**63 - 1)), i) for i in range(rows)])
         return (keys.to(device), torch.arange(width, device=device)[None]), []
-    if name == "merge_attention":
-        pieces, heads = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-        return (rand(pieces, rows, heads, width).float(), rand(pieces, rows, heads).float() * 40, dtype), []
-    if name == "partial_attention":
-        kv_heads, group, dim = data.draw(st.sampled_from([(1, 16, 24), (1, 3, 80), (2, 2, 24)]))
-        latent, length = LATENT[dim] if kv_heads == 1 else 0, data.draw(st.integers(1, 700))
-        cache = cache_of("block", kv_heads, dim, 0, device, data.draw(st.sampled_from(STORED)) or dtype, latent)
-        blocks = torch.randperm(BLOCKS, device=device)[: -(-length // BLOCK_TOKENS)]
-        return (rand(rows, kv_heads * group, dim), cache, blocks, length, 256, dim**-0.5), []
     if name == "branch_attention":
         prompt, beams, before = (data.draw(st.integers(*range_)) for range_ in ((1, 700), (1, 9), (0, 150)))
         kv_heads, group, dim = data.draw(st.sampled_from([(1, 1, 8), (2, 3, 16), (4, 2, 24)]))
@@ -663,28 +653,6 @@ def test_beams_attend_as_if_each_were_a_sequence_of_its_own(order):
     assert torch.equal(
         ops.branch_attention(q.clone(), cache, replace(span, row=17), 0.25, None, batch.scratch), together
     )
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.data())
-def test_it_makes_no_difference_who_attends_to_which_pieces(data):
-    """A helper has the last pieces, in blocks of its own: the same to the bit as alone, and what attention is."""
-    length, rows, heads = data.draw(st.integers(2 * SPLIT, 2200)), data.draw(st.integers(1, 3)), 16
-    cache = cache_of("block", 1, 24, 0, "cpu", torch.float32, LATENT[24])
-    blocks = torch.randperm(BLOCKS)[: -(-length // BLOCK_TOKENS)]
-    q, kept = torch.randn(rows, heads, 24), SPLIT * data.draw(st.integers(1, (length - 1) // SPLIT))
-    alone = ops.partial_attention(q, cache, blocks, length, SPLIT, 0.2)
-    first = kept // BLOCK_TOKENS
-    theirs = cache_of("block", 1, 24, 0, "cpu", torch.float32, LATENT[24])
-    there = torch.randperm(BLOCKS)[: len(blocks) - first]
-    theirs.values[there] = cache.values[blocks[first:]]
-    own = ops.partial_attention(q, cache, blocks[:first], kept, SPLIT, 0.2)
-    sent = ops.partial_attention(q, theirs, there, length - kept, SPLIT, 0.2)
-    merged = ops.merge_attention(torch.cat((own[0], sent[0])), torch.cat((own[1], sent[1])), torch.float32)
-    assert torch.equal(merged, ops.merge_attention(*alone, torch.float32))
-    step = SequenceStep("", length - 1, [0], blocks.tolist(), 1, SamplingParams(), 0)
-    whole = [ops.attention(row[None], cache, Batch([step], torch.device("cpu")), 0.2, None) for row in q]
-    assert torch.allclose(merged, torch.cat(whole), atol=2e-5)
 
 
 def test_rotation_keeps_lengths_and_relative_angles():

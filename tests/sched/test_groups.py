@@ -28,7 +28,8 @@ def test_what_is_nearly_even_stays():
 def test_the_granularity_that_fits_best():
     # 20 ms and 10 ms: 5,000 tokens are to go
     assert even_out(loads([5000, 15_000], [10_000]), 1e-3) == [Move("sequence", 0, 1, (0,), 5000)]
-    assert even_out(loads([20_000], [10_000]), 1e-3) == [Move("part", 0, 1, (0,), 19 * SPLIT)]
+    assert even_out(loads([20_000], [10_000]), 1e-3) == [Move("part", 0, 1, (0,), 4 * SPLIT)]
+    assert even_out(loads([5000, 15_000], [10_000]), 1e-3, kinds=("part",)) == [Move("part", 0, 1, (1,), 4 * SPLIT)]
     # a group that has a prompt to read for 20 ms beside its decodes of 4 ms, and one that has nothing
     busy = [GroupLoad(((0, 2000), (1, 2000)), 0, 20.0), GroupLoad((), 10**6)]
     assert even_out(busy, 1e-3) == [Move("batch", 0, 1, (0, 1), 4000)]
@@ -38,7 +39,7 @@ def test_the_granularity_that_fits_best():
 
 def test_moves_go_where_there_is_room():
     groups = [GroupLoad(((0, 20_000),), 0), GroupLoad((), 100), GroupLoad(((1, 100),), 6000)]
-    assert even_out(groups, 1e-3) == [Move("part", 0, 2, (0,), 23 * SPLIT)]
+    assert even_out(groups, 1e-3) == [Move("part", 0, 2, (0,), 5 * SPLIT)]
     assert even_out([GroupLoad(((0, 20_000),), 0), GroupLoad((), SPLIT - 1)], 1e-3) == []
 
 
@@ -99,7 +100,7 @@ def test_a_request_of_32k_tokens_on_24_units():
     """xLLM, section 5: a core's 32k tokens become 1.3k."""
     assert in_turn([32_768], 24) == 32_768
     assert busiest(spread_rows([32_768], 24, 64)) == 1408
-    assert busiest(spread_rows([32_768], 24, SPLIT)) == 1536
+    assert busiest(spread_rows([32_768], 24, SPLIT)) == 2 * SPLIT
     assert in_turn([1, 2, 3, 4, 5], 2) == 9
 
 

@@ -9,6 +9,7 @@ import torch
 
 from penstock.core.parallel import Layout
 from penstock.engine.executor.groups import GroupMemory
+from penstock.nn.helpers import Places
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import DevicePipe, DistributedRanks, Pipe, Ranks, SharedMemoryPipe, SharedMemoryRanks
 
@@ -112,6 +113,16 @@ class Exchanges:
         if self._groups is not None:
             experts = self._groups.experts(stage, shard, self._parent)
         return Shard(shard, layout.tensor, self.ranks, experts, stage=stage, stages=layout.pipeline)
+
+    @property
+    def groups(self) -> GroupMemory | None:
+        """What it has in common with other groups."""
+        return self._groups
+
+    def helpers(self) -> Places | None:
+        """This rank among those of other groups that have the same layers and heads; None where there are none."""
+        _, stage, shard = self.place
+        return None if self._groups is None else self._groups.helpers(stage, shard, self._parent)
 
     @staticmethod
     def bytes_for(layout: Layout) -> int:

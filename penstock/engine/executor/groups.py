@@ -26,6 +26,7 @@ from penstock.core.parallel import Layout
 from penstock.core.wire.codec import encode
 from penstock.core.wire.rank import MAX_MESSAGE, FromGroup, Joins, Leaves, Refused, decode_from_group
 from penstock.engine.options import EngineOptions
+from penstock.nn.helpers import Helpers, Places
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import PAGE, SharedMemoryRanks
 from penstock.sched.local.speculation import make_speculation
@@ -40,20 +41,28 @@ LEAVING = 60.0  # seconds that one that ends takes part in what others still com
 class GroupMemory:
     """What all ranks of all groups share, as one rank has it.
 
+    Args:
+        copies: bytes that each group has for copies of others' KV; 0 where groups do not help each other.
+
     Attributes:
         fd: of the memory, zeros at first.
         group: this one's number.
         steps: this group among all; by it is known which steps were begun.
         ahead: steps that another group may have begun before this one has ended one that it has not begun.
+        loads: of each group, tokens of KV that its sequences attend over.
+        copied: for each group, and each other one, of how many tokens this one has copies for that.
     """
 
-    def __init__(self, fd: int, layout: Layout, group: int) -> None:
+    def __init__(self, fd: int, layout: Layout, group: int, copies: int = 0) -> None:
         self.fd, self._layout, self.group = fd, layout, group
-        self._memory = mmap.mmap(fd, self.bytes_for(layout))
+        self._copies = copies // PAGE * PAGE
+        self._memory = mmap.mmap(fd, self.bytes_for(layout, copies))
         self.steps = SharedMemoryRanks(self._memory, group, layout.data)
         self._first = SharedMemoryRanks.bytes_for(layout.data)
         self.ahead = layout.data * max(2, layout.pipeline)
-        self._word = memoryview(self._memory)[self.bytes_for(layout) - PAGE :].cast("q")
+        self._words_at = self._first + layout.pipeline * SharedMemoryRanks.bytes_for(layout.tensor * layout.data)
+        words = memoryview(self._memory)[self._words_at : self._words_at + _word_bytes(layout)].cast("q")
+        self._word, self.loads, self.copied = words[:1], words[1 : 1 + layout.data], words[1 + layout.data :]
 
     @property
     def switch_at(self) -> int:
@@ -65,9 +74,24 @@ class GroupMemory:
         self._word[0] = step
 
     @staticmethod
-    def bytes_for(layout: Layout) -> int:
+    def bytes_for(layout: Layout, copies: int = 0) -> int:
         of_stage = SharedMemoryRanks.bytes_for(layout.tensor * layout.data)
-        return SharedMemoryRanks.bytes_for(layout.data) + layout.pipeline * of_stage + PAGE
+        size = SharedMemoryRanks.bytes_for(layout.data) + layout.pipeline * of_stage + _word_bytes(layout)
+        if copies:
+            size += layout.group_size * Helpers.bytes_for(layout.data) + layout.data * (copies // PAGE * PAGE)
+        return size
+
+    def helpers(self, stage: int, shard: int, parent: int = 0) -> Places:
+        """A rank of this group among those of all that have the same layers and heads."""
+        layout, size = self._layout, Helpers.bytes_for(self._layout.data)
+        start = self._words_at + _word_bytes(layout) + (stage * layout.tensor + shard) * size
+        ranks = self._ranks(stage, self.group * layout.tensor + shard, parent)
+        return Places(self._memory, start, self.group, layout.data, ranks, layout.tensor, shard, self.copied)
+
+    def copies(self, group: int) -> memoryview:
+        """Of others' KV, as a group has them."""
+        end = self.bytes_for(self._layout, self._copies) - (self._layout.data - 1 - group) * self._copies
+        return memoryview(self._memory)[end - self._copies : end]
 
     def experts(self, stage: int, shard: int, parent: int = 0) -> Shard:
         """A rank of this group among all that share a stage's experts."""
@@ -92,6 +116,11 @@ class GroupMemory:
             self._ranks(stage, 0).fail(self.group * self._layout.tensor)
 
 
+def _word_bytes(layout: Layout) -> int:
+    """In whole pages."""
+    return -(-8 * (1 + layout.data + layout.data**2) // PAGE) * PAGE
+
+
 class Groups:
     """This engine among them, once all are there. Group 0 has a door at which the others knock.
 
@@ -103,11 +132,12 @@ class Groups:
     def __init__(self, options: EngineOptions) -> None:
         assert options.data_parallel_address is not None
         self._layout, self._group = options.layout, options.data_parallel_rank
+        self._copies = options.helper_kv_memory or 0
         self._door, self._parent = Path(options.data_parallel_address), os.getppid()
         self._joins = Joins(self._group, os.getpid(), _what(options))
         self._links: dict[int, tuple[int, socket.socket]] = {}  # group -> process and link
         fd = self._open_door() if self._group == 0 else self._knock()
-        self.memory = GroupMemory(fd, self._layout, self._group)
+        self.memory = GroupMemory(fd, self._layout, self._group, self._copies)
         self.heard: Callable[[FromGroup], None] = _nobody  # of all but who joins and leaves; from a thread
         self._left: set[int] = set()
         self._over = threading.Event()
@@ -132,7 +162,7 @@ class Groups:
                     else:
                         self._links.pop(links[fd])[1].close()  # it has ended, and will come again
         memory = os.memfd_create("penstock-groups", os.MFD_CLOEXEC)
-        os.ftruncate(memory, GroupMemory.bytes_for(self._layout))
+        os.ftruncate(memory, GroupMemory.bytes_for(self._layout, self._copies))
         for _, link in self._links.values():
             with suppress(OSError):  # the watch will notice
                 socket.send_fds(link, [encode(self._joins)], [memory])
@@ -197,9 +227,9 @@ class Groups:
         while not self._over.is_set():
             for fd, _ in waiter.poll():
                 process, link = self._links[groups[fd]]
-                link.setblocking(False)
                 data = b""
-                with suppress(OSError):
+                with suppress(OSError):  # it has ended, or this one closes it
+                    link.setblocking(False)
                     data = link.recv(MAX_MESSAGE)
                 if data:
                     self._hear(groups[fd], data)
@@ -263,7 +293,10 @@ def _what(options: EngineOptions) -> str:
     """What all groups have to have in common."""
     drafts = make_speculation(options.speculative_config)
     heads = "" if drafts is None or drafts.head is None else f", {drafts.most} drafts of {drafts.head}"
-    return f"{options.layout} {options.model} {options.dtype}{heads}"
+    copies = ""
+    if options.helper_kv_memory:  # which all lay out alike
+        copies = f", {options.helper_kv_memory} bytes for copies of KV in {options.kv_cache_dtype} {options.kv_layout}"
+    return f"{options.layout} {options.model} {options.dtype}{heads}{copies}"
 
 
 def _nobody(message: FromGroup) -> None:

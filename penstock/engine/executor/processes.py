@@ -64,7 +64,8 @@ from penstock.engine.executor.groups import Groups
 from penstock.engine.executor.inline import InlineExecutor
 from penstock.engine.executor.pipeline import Answers, PipelineExecutor
 from penstock.engine.executor.plans import decode_answer, encode_plan
-from penstock.engine.experts import ExpertBalance, ExpertLoader, ExpertOrder, SwitchGate, expert_ranks
+from penstock.engine.experts import ExpertBalance, ExpertLoader, ExpertOrder, SwitchGate, expert_layers, expert_ranks
+from penstock.engine.helping import HelpWanted
 from penstock.engine.micro_batches import SplitSteps
 from penstock.engine.options import EngineOptions
 from penstock.engine.weights import WeightManager, passed
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from penstock.engine.runner import Runner
     from penstock.engine.worker import Worker
     from penstock.nn.config import DecoderConfig
+    from penstock.nn.helpers import Helpers
 
 log = logging.getLogger("penstock.engine")
 LOOK = 1.0  # seconds between two looks at a rank that is waited for
@@ -129,6 +131,7 @@ class RankProcesses:
         exchanges: rank 0's own.
         failure: what has happened to one of them.
         balance: of experts, where it is kept even.
+        helping: says what other groups help with, where they do.
         split_steps: rank 0's runner, where steps may be two micro-batches.
     """
 
@@ -153,6 +156,7 @@ class RankProcesses:
         self.balance: ExpertBalance | None = None
         self._gate: SwitchGate | None = None
         self._answer: Callable[[Brought | Counted], None] | None = None  # of what ranks say of experts
+        self.helping: HelpWanted | None = None
         self.split_steps: SplitSteps | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -269,6 +273,12 @@ class RankProcesses:
             case LoadExperts() | DropExperts() | CountExperts():
                 here(message)
 
+    def want_help(self, helpers: Helpers, own: Worker) -> None:
+        """Have plans say from now on what other groups may help with. Raises ConfigError."""
+        assert self.groups is not None
+        memory, layers = self.groups.memory, len(expert_layers(own.model.config))
+        self.helping = HelpWanted(memory, own.runner.cache, helpers, layers, memory.ahead + 2)
+
     def split_steps_of(self, runner: Runner) -> SplitSteps:
         """Rank 0's runner, with which steps are two micro-batches where that pays."""
         self.split_steps = SplitSteps(runner)
@@ -293,6 +303,8 @@ class RankProcesses:
             plan = self.balance.next(plan)
         elif self._gate is not None:
             plan = self._gate.next(plan)
+        if self.helping is not None:
+            plan = self.helping.next(plan)
         if self.split_steps is not None:
             plan = self.split_steps.next(plan)
         self._post(encode_plan(plan))
@@ -326,6 +338,8 @@ class RankProcesses:
     def close(self) -> None:
         """End all. No thread may be in an exchange that it is to come out of whole."""
         self._closing = True
+        if self.helping is not None:
+            self.helping.close()
         if self.groups is not None:
             self.groups.close()
         self.exchanges.fail(0)

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "helpers.h"
 #include "lanes.h"
 #include "pack.h"
 #include "pool.h"
@@ -417,6 +418,7 @@ struct Call {
 // last adds them up.
 struct Item {
     int64_t cost, span, row, rows, head, heads, from, to, shared;
+    PostedSplit* posted = nullptr;  // where others may take it
 };
 
 // A tile whose splits are computed apart; their sums lie one after the other.
@@ -769,7 +771,7 @@ void plan(const AttentionBatch& batch, int64_t kv_heads, int64_t window, int64_t
                     const int64_t cost = (end - std::max(from, split * SPLIT_BLOCKS)) * own * (queries + PACKING);
                     const int64_t shared = apart ? static_cast<int64_t>(work.shared.size()) - 1 : -1;
                     work.cost += cost;
-                    work.items.push_back({cost, s, row, rows, head, own, split, split + step, shared});
+                    work.items.push_back({cost, s, row, rows, head, own, split, split + step, shared, nullptr});
                 }
             }
         }
@@ -784,36 +786,148 @@ float* take(std::vector<float>& memory, int64_t floats) {
     return memory.data() + (-address & 63) / 4;
 }
 
+// One more split of a tile has its sums, at `left`; with the last of them they are added up.
+template <class E, class C>
+void finish(Tile<E, C>& tile, const Call<E>& call, const Item& item, const Shared& shared, float* left,
+            std::atomic<int64_t>& missing) {
+    if (missing.fetch_sub(1) > 1) return;
+    const int64_t queries = item.rows * call.group, sums = item.heads * Sums::floats(queries, call.width);
+    for (int64_t split = 1; split < shared.splits; split++)
+        for (int64_t h = 0; h < item.heads; h++)
+            for (int64_t i = 0; i < queries; i++)
+                merge(tile.at(left, h), tile.at(left + split * sums, h), i, call.width);
+    tile.write(left);
+}
+
+// Working memory of a thread, and what a tile sums up in: all splits, and one.
+template <class E, class C>
+struct Room {
+    float *total, *part, *scratch;
+
+    Room(const Call<E>& call, const Item& item) {
+        static thread_local std::vector<float> memory;
+        const int64_t queries = item.rows * call.group, sums = item.heads * Sums::floats(queries, call.width);
+        total = take(memory, 2 * sums + Tile<E, C>::floats(call, queries, item.heads));
+        part = total + sums, scratch = total + 2 * sums;
+    }
+};
+
 template <class E, class C>
 void compute(const Call<E>& call, const Item& item, const Work& work, float* left, std::atomic<int64_t>* missing) {
-    static thread_local std::vector<float> memory;
-    const int64_t queries = item.rows * call.group;
-    const int64_t sums = item.heads * Sums::floats(queries, call.width);
-    const int64_t scratch = Tile<E, C>::floats(call, queries, item.heads);
-    float* own = take(memory, 2 * sums + scratch);
-    Tile<E, C> tile(call, item, own + 2 * sums);
+    const Room<E, C> room(call, item);
+    Tile<E, C> tile(call, item, room.scratch);
     if (item.shared < 0) {
-        tile.sum(own, own + sums);
-        tile.write(own);
+        tile.sum(room.total, room.part);
+        tile.write(room.total);
         return;
     }
     const Shared& shared = work.shared[item.shared];
     float* first = left + shared.place;
-    tile.sum(first + (item.from - shared.first) * sums, own);
-    if (missing[item.shared].fetch_sub(1) > 1) return;
-    for (int64_t split = 1; split < shared.splits; split++)
-        for (int64_t h = 0; h < item.heads; h++)
-            for (int64_t i = 0; i < queries; i++)
-                merge(tile.at(first, h), tile.at(first + split * sums, h), i, call.width);
-    tile.write(first);
+    const int64_t sums = item.heads * tile.sums_size();
+    tile.sum(first + (item.from - shared.first) * sums, room.total);
+    finish(tile, call, item, shared, first, missing[item.shared]);
 }
 
+// Of a call that others have parts of.
+struct Posting {
+    Helpers& helpers;
+    int64_t layer;
+    const Part* parts;
+    int64_t count;
+    int64_t helped = 0;
+
+    const Part* of(const Item& item) const {
+        for (const Part* part = parts; part < parts + count; part++)
+            if (part->span == item.span && part->first <= item.from && item.to <= part->end) return part;
+        return nullptr;
+    }
+};
+
+int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
+// Have others take splits that they have copies of. Those come last, in the order in which others do not take them.
+template <class E>
+void post(Posting& posting, const Call<E>& call, Work& work) {
+    Area& area = posting.helpers.area(posting.helpers.number);
+    char* base = reinterpret_cast<char*>(&area);
+    const int64_t number = posting.helpers.calls++, dim = call.cache.dim, heads = call.batch.heads;
+    area.layer = posting.layer, area.heads = heads, area.kv_heads = call.cache.kv_heads, area.scale = call.scale;
+    const auto lent = std::stable_partition(work.items.begin(), work.items.end(), [&](const Item& item) {
+        return item.shared < 0 || item.to > item.from + 1 || !posting.of(item);
+    });
+    int64_t posted = 0, at = AREA_DATA, spans = 0;
+    std::vector<int64_t> place(call.batch.count, -1);  // of a span among those that are posted
+    for (auto item = work.items.end(); item != lent && posted < MOST_POSTED;) {
+        --item;
+        const Part& part = *posting.of(*item);
+        const Span& span = call.batch.spans[item->span];
+        const int64_t queries = whole_lines(span.rows * heads * dim * sizeof(E)), before = part.first * SPLIT_BLOCKS;
+        const int64_t ids = whole_lines(part.end * SPLIT_BLOCKS * sizeof(int64_t));
+        const int64_t sums = whole_lines(item->heads * Sums::floats(item->rows * call.group, call.width) * sizeof(float));
+        const bool is_new = place[item->span] < 0;
+        if (item->row > 0 || item->rows < span.rows || part.end * SPLIT_BLOCKS * BLOCK_TOKENS > span.start) continue;
+        if (at + sums + (is_new ? queries + ids : 0) > AREA_BYTES || (is_new && spans == MOST_SPANS)) continue;
+        if (is_new) {
+            for (int64_t row = 0; row < span.rows; row++)
+                std::memcpy(base + at + row * heads * dim * sizeof(E), call.q + (span.row + row) * call.q_stride,
+                            heads * dim * sizeof(E));
+            auto* to = reinterpret_cast<int64_t*>(base + at + queries);
+            std::fill(to, to + before, 0);
+            std::copy(part.blocks, part.blocks + part.end * SPLIT_BLOCKS - before, to + before);
+            area.spans[spans] = {span.rows, span.start, at, at + queries};
+            place[item->span] = spans++;
+            at += queries + ids;
+        }
+        PostedSplit& split = area.splits[posted++];
+        split.span = place[item->span], split.head = item->head, split.heads = item->heads, split.split = item->from;
+        split.sums = at;
+        at += sums;
+        item->posted = &split;
+        split.state.store(state_of(number, part.helper, OPEN));
+    }
+    area.posted.store(posted);
+    for (int64_t who = 0; who < posting.helpers.size; who++)
+        if (who != posting.helpers.number) ring(posting.helpers.area(who).bell);
+}
+
+// Wait for the splits that others have taken, and add them up.
 template <class E, class C>
-void run(const AttentionBatch& batch, Cache cache, const void* q, int64_t q_stride, void* out, float scale,
-         int64_t window) {
+int64_t collect(Posting& posting, const Call<E>& call, const Work& work, const std::vector<char>& own, float* left,
+                std::atomic<int64_t>* missing) {
+    Helpers& helpers = posting.helpers;
+    Area& area = helpers.area(helpers.number);
+    int64_t status = MET;
+    for (size_t i = 0; i < work.items.size(); i++) {
+        const Item& item = work.items[i];
+        if (!item.posted || own[i]) continue;
+        const uint64_t state = item.posted->state.load();
+        if (phase_of(state) == OPEN && claim(*item.posted, state)) continue;  // the step is to end
+        const int64_t who = helper_of(state) * helpers.stride + helpers.offset + 1;
+        const auto done = [&] { return phase_of(item.posted->state.load()) == DONE; };
+        if ((status = wait_until(*helpers.ranks, area.bell, static_cast<int32_t>(who), done)) != MET) break;
+        posting.helped++;
+        const Shared& shared = work.shared[item.shared];
+        const int64_t sums = item.heads * Sums::floats(item.rows * call.group, call.width);
+        float* first = left + shared.place;
+        std::memcpy(first + (item.from - shared.first) * sums, reinterpret_cast<char*>(&area) + item.posted->sums,
+                    sums * sizeof(float));
+        const Room<E, C> room(call, item);
+        Tile<E, C> tile(call, item, room.scratch);
+        finish(tile, call, item, shared, first, missing[item.shared]);
+    }
+    area.posted.store(0);
+    return status;
+}
+
+// The widths of a query and of sums, filled up to whole vectors.
+int64_t whole_vectors(int64_t width) { return ceil_div(width, 16) * 16; }
+
+template <class E, class C>
+int64_t run(const AttentionBatch& batch, Cache cache, const void* q, int64_t q_stride, void* out, float scale,
+            int64_t window, Posting* posting) {
     static thread_local Work kept;
     static thread_local std::vector<float> memory;
-    const int64_t q_width = ceil_div(cache.dim, 16) * 16, width = ceil_div(cache.value_dim, 16) * 16;
+    const int64_t q_width = whole_vectors(cache.dim), width = whole_vectors(cache.value_dim);
     const bool latent = cache.kind == 0;
     if (latent) {  // each part of the heads as if it had K and V of its own
         cache.kv_heads = parts_of(batch, width);
@@ -827,12 +941,39 @@ void run(const AttentionBatch& batch, Cache cache, const void* q, int64_t q_stri
     for (size_t i = 0; i < work.shared.size(); i++) missing[i] = work.shared[i].splits;
     const Call<E> call{batch,  cache, static_cast<const E*>(q), q_stride, static_cast<E*>(out), scale * LOG2_E,
                        window, group, q_width, width};
-    auto task = [&](int index) { compute<E, C>(call, work.items[index], work, left, missing.get()); };
+    if (posting) post(*posting, call, kept);
     const int count = static_cast<int>(work.items.size());
+    std::vector<char> own(posting ? count : 0);  // of what is posted, what this rank has taken back
+    auto task = [&](int index) {
+        const Item& item = work.items[index];
+        if (item.posted) {
+            const uint64_t state = item.posted->state.load();
+            if (phase_of(state) != OPEN || !claim(*item.posted, state)) return;
+            own[index] = 1;
+        }
+        compute<E, C>(call, item, work, left, missing.get());
+    };
     if (work.cost < ALONE)
         for (int i = 0; i < count; i++) task(i);
     else
         parallel_for(count, task);
+    return posting ? collect<E, C>(*posting, call, work, own, left, missing.get()) : MET;
+}
+
+template <class E, class C>
+void help_with(const Area& area, const PostedSplit& split, Cache cache) {
+    char* base = reinterpret_cast<char*>(const_cast<Area*>(&area));
+    const PostedSpan& posted = area.spans[split.span];
+    if (cache.kind == 0) cache.head = cache.scale_head = 0;
+    cache.kv_heads = area.kv_heads;
+    const Span span{0, posted.rows, posted.start, -1};
+    const AttentionBatch batch{&span, 1, reinterpret_cast<const int64_t*>(base + posted.ids), area.heads};
+    const Call<E> call{batch, cache, reinterpret_cast<const E*>(base + posted.q), area.heads * cache.dim, nullptr,
+                       area.scale, 0, area.heads / area.kv_heads, whole_vectors(cache.dim), whole_vectors(cache.value_dim)};
+    const Item item{0, 0, 0, posted.rows, split.head, split.heads, split.split, split.split + 1, 0, nullptr};
+    const Room<E, C> room(call, item);
+    Tile<E, C> tile(call, item, room.scratch);
+    tile.sum(reinterpret_cast<float*>(base + split.sums), room.part);
 }
 
 }  // namespace
@@ -841,7 +982,23 @@ void attention(const AttentionBatch& batch, const Cache& cache, const void* q, i
                int64_t window) {
     const auto compute = cache.is_bf16 ? (cache.scales ? run<bf16, int8_t> : run<bf16, bf16>)
                                        : (cache.scales ? run<float, int8_t> : run<float, float>);
-    compute(batch, cache, q, q_stride, out, scale, window);
+    compute(batch, cache, q, q_stride, out, scale, window, nullptr);
+}
+
+int64_t attention_with(Helpers& helpers, int64_t layer, const Part* parts, int64_t count, const AttentionBatch& batch,
+                       const Cache& cache, const void* q, int64_t q_stride, void* out, float scale, int64_t* helped) {
+    const auto compute = cache.is_bf16 ? (cache.scales ? run<bf16, int8_t> : run<bf16, bf16>)
+                                       : (cache.scales ? run<float, int8_t> : run<float, float>);
+    Posting posting{helpers, layer, parts, count};
+    const int64_t status = compute(batch, cache, q, q_stride, out, scale, 0, &posting);
+    *helped = posting.helped;
+    return status;
+}
+
+void attend_for(const Area& area, const PostedSplit& split, const Cache& copies) {
+    const auto help = copies.is_bf16 ? (copies.scales ? help_with<bf16, int8_t> : help_with<bf16, bf16>)
+                                     : (copies.scales ? help_with<float, int8_t> : help_with<float, float>);
+    help(area, split, copies);
 }
 
 }  // namespace penstock

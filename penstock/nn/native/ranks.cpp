@@ -31,12 +31,6 @@ constexpr auto YIELD = std::chrono::milliseconds(2);
 constexpr int64_t LOOK = 100;  // ms, after which one that sleeps looks whether anybody has failed
 constexpr int LOOKS = 64;      // between two readings of the clock
 
-// Counts something up, for others to wait for.
-struct alignas(64) Counter {
-    std::atomic<uint32_t> count{0};
-    std::atomic<uint32_t> sleepers{0};
-};
-
 struct Place {
     Counter met;
     alignas(64) int64_t bytes[2]{};   // of the piece in each buffer
@@ -99,35 +93,49 @@ void count_up(Counter& counter, uint32_t to) {
     if (counter.sleepers.load()) wake_all(counter.count);
 }
 
-// Until a counter has come to `wanted`. `sleeps`: 1 + who is waited for, is said when that takes long.
-int64_t await(Ranks& ranks, Counter& counter, uint32_t wanted, int32_t sleeps) {
-    const auto there = [&] { return static_cast<int32_t>(counter.count.load(std::memory_order_acquire) - wanted) >= 0; };
+}  // namespace
+
+void ring(Counter& counter) {
+    counter.count.fetch_add(1);
+    if (counter.sleepers.load()) wake_all(counter.count);
+}
+
+int64_t wait_until(Ranks& ranks, Counter& counter, bool (*there)(void*), void* context, int32_t sleeps) {
     const auto began = Clock::now();
     for (auto now = began; now < began + SPIN; now = Clock::now())
         for (int i = 0; i < LOOKS; i++) {
-            if (there()) return MET;
+            if (there(context)) return MET;
             relax();
         }
     for (auto now = began; now < began + YIELD; now = Clock::now()) {
-        if (there()) return MET;
+        if (there(context)) return MET;
         sched_yield();
     }
     std::atomic<int32_t>& awaits = ranks.places[ranks.rank].awaits;
     int64_t status = MET;
     awaits.store(sleeps);
     counter.sleepers.fetch_add(1);
-    for (uint32_t seen; !there(); sleep_on(counter.count, seen)) {
+    for (uint32_t seen; !there(context); sleep_on(counter.count, seen)) {
         seen = counter.count.load();
         if ((status = ranks.shared->failed.load()) != MET) break;
         if (ranks.parent && getppid() != ranks.parent) {
             status = ORPHANED;
             break;
         }
-        if (there()) break;
+        if (there(context)) break;
     }
     counter.sleepers.fetch_sub(1);
     awaits.store(0);
     return status;
+}
+
+namespace {
+
+// Until a counter has come to `wanted`.
+int64_t await(Ranks& ranks, Counter& counter, uint32_t wanted, int32_t sleeps) {
+    return wait_until(ranks, counter, sleeps, [&] {
+        return static_cast<int32_t>(counter.count.load(std::memory_order_acquire) - wanted) >= 0;
+    });
 }
 
 // What all ranks have put into their buffers, so many bytes, may be read.

@@ -11,6 +11,7 @@
 // Beside that two ranks may have a pipe, through which one sends what the other receives.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace penstock {
@@ -25,6 +26,24 @@ int64_t all_reduce(Ranks& ranks, bool is_bf16, void* x, int64_t count);
 
 // out[size][bytes] is what each rank has in x[bytes].
 int64_t all_gather(Ranks& ranks, const void* x, int64_t bytes, void* out);
+
+// Counts something up, for others to wait for.
+struct alignas(64) Counter {
+    std::atomic<uint32_t> count{0};
+    std::atomic<uint32_t> sleepers{0};
+};
+
+// One more.
+void ring(Counter& counter);
+
+// Until `there(context)`, which may change whenever the counter does. `sleeps`: 1 + the rank that is waited for, is said
+// when that takes long.
+int64_t wait_until(Ranks& ranks, Counter& counter, bool (*there)(void*), void* context, int32_t sleeps);
+template <class There>
+int64_t wait_until(Ranks& ranks, Counter& counter, int32_t sleeps, const There& there) {
+    const auto call = [](void* f) -> bool { return (*static_cast<const There*>(f))(); };
+    return wait_until(ranks, counter, call, const_cast<There*>(&there), sleeps);
+}
 
 // One end of a pipe. Both send or receive the same numbers of bytes, in the same order. A sender is ahead by two pieces at
 // most.

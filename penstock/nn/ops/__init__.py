@@ -17,7 +17,6 @@ from penstock.nn.ops.head_linear import head_linear
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
 from penstock.nn.ops.mask_logits import mask_logits
 from penstock.nn.ops.packed_quantised_linear import packed_quantised_linear, packed_quantised_rows
-from penstock.nn.ops.partial_attention import merge_attention, partial_attention
 from penstock.nn.ops.qkv_to_cache import qkv_to_cache
 from penstock.nn.ops.quantised_linear import quantised_linear, quantised_rows
 from penstock.nn.ops.rms_norm import add_rms_norm, rms_norm
@@ -48,12 +47,10 @@ __all__ = [
     "head_linear",
     "linear",
     "mask_logits",
-    "merge_attention",
     "packed_linear",
     "packed_quantised_linear",
     "packed_quantised_rows",
     "packed_rows",
-    "partial_attention",
     "qkv_to_cache",
     "quantised_linear",
     "quantised_rows",

@@ -2,21 +2,23 @@
 
 1. A new sequence goes to the group with the most free KV (`admit`).
 2. Before a step, groups that take longer than others give work away (`even_out`): their whole batch, a sequence, or a
-   part of a sequence. Of a part the other group is sent the KV and, in every step, the query; it returns an output and
-   a log-sum-exp, which the owner merges with its own in the order of positions.
+   part of a sequence. Of a part the other group is sent the KV and, in every step, the query; it returns sums of
+   pieces, which the owner merges with its own in the order of positions.
 3. In a group, work is spread over the units of its device (`sched.parallel.units`).
 
-What a sequence's attention is cut into are always pieces of SPLIT tokens, counted from its start, whoever computes
+What a sequence's attention is cut into are pieces of SPLIT tokens, counted from its start, whoever computes
 them, and they are merged in their order: so tokens do not depend on who did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SPLIT = 256  # tokens of KV
+from penstock.core.plan import BLOCK_TOKENS, HELPED_BLOCKS
+
+SPLIT = HELPED_BLOCKS * BLOCK_TOKENS  # tokens of KV
 LEAST_MS, SHARE = 1.0, 0.05  # the slowest group over the mean, from which on work is given away
 BATCH, SEQUENCE, PART = "batch", "sequence", "part"
 
@@ -41,7 +43,7 @@ class Move:
     """
     Attributes:
         sequences: of `source`; one, but of a batch.
-        tokens: of KV that go; of a part the last ones that fill pieces.
+        tokens: of KV that go; of a part whole pieces, and not all that the sequence has.
     """
 
     kind: Literal["batch", "sequence", "part"]
@@ -62,7 +64,9 @@ def admit(free: Sequence[int], needed: int) -> int | None:
     return most if free[most] >= needed else None
 
 
-def even_out(groups: Sequence[GroupLoad], token_ms: float, part_ms: float = 0.0) -> list[Move]:
+def even_out(
+    groups: Sequence[GroupLoad], token_ms: float, part_ms: float = 0.0, kinds: Collection[str] = (BATCH, SEQUENCE, PART)
+) -> list[Move]:
     """What to move such that the slowest group is nearer the mean. Each move is from the slowest group to the fastest
     that has room, of what makes the slower of the two fastest; a sequence moves once.
 
@@ -70,6 +74,7 @@ def even_out(groups: Sequence[GroupLoad], token_ms: float, part_ms: float = 0.0)
         groups: as they will be, with moves on their way counted as done.
         token_ms: of attention over one token of KV.
         part_ms: that a part costs both groups in every step.
+        kinds: of moves that there may be.
     """
     times = [group.ms + token_ms * sum([tokens for _, tokens in group.sequences]) for group in groups]
     mean, room = sum(times) / len(times), [group.room for group in groups]
@@ -85,7 +90,7 @@ def even_out(groups: Sequence[GroupLoad], token_ms: float, part_ms: float = 0.0)
             break
         fast = min(open_to, key=lambda group: times[group])
         wanted = min(over, mean - times[fast]) / token_ms
-        move = _best(there[slow], slow, fast, wanted, room[fast], part_ms / token_ms)
+        move = _best(there[slow], slow, fast, wanted, room[fast], part_ms / token_ms, kinds)
         if move is None:
             break
         added = part_ms if move.kind == PART else 0.0
@@ -98,7 +103,9 @@ def even_out(groups: Sequence[GroupLoad], token_ms: float, part_ms: float = 0.0)
     return moves
 
 
-def _best(there: dict[int, int], slow: int, fast: int, wanted: float, room: int, part_cost: float) -> Move | None:
+def _best(
+    there: dict[int, int], slow: int, fast: int, wanted: float, room: int, part_cost: float, kinds: Collection[str]
+) -> Move | None:
     """Of what the slow group has, the move nearest to what is wanted; None when nothing makes it better.
 
     Args:
@@ -119,5 +126,5 @@ def _best(there: dict[int, int], slow: int, fast: int, wanted: float, room: int,
         if pieces:
             tokens = pieces * SPLIT
             found.append((wanted - tokens + part_cost, 2, Move("part", slow, fast, (longest,), tokens)))
-    found = [option for option in found if option[0] < wanted]
+    found = [option for option in found if option[0] < wanted and option[2].kind in kinds]
     return min(found)[2] if found else None
