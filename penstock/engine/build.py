@@ -347,8 +347,6 @@ def _check_groups(options: EngineOptions, device: torch.device) -> None:
     if not 0 <= options.data_parallel_rank < options.data_parallel_size:
         allowed = f"allowed is 0 to {options.data_parallel_size - 1}"
         raise ConfigError(f"data-parallel-rank: {options.data_parallel_rank}, {allowed}", "data-parallel-rank")
-    if options.enable_dbo:
-        raise ConfigError(f"{DBO}: true, with {what} allowed is false", DBO)
 
 
 def _disk_blocks(options: EngineOptions, block_bytes: int) -> int:

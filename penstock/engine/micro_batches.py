@@ -8,38 +8,54 @@ from dataclasses import replace
 from penstock.core.plan import SequenceStep, Split, StepPlan, StepResult
 from penstock.core.stop import Stop
 from penstock.engine.executor.base import MaskCosts
+from penstock.engine.executor.groups import GroupMemory
 from penstock.engine.runner import Runner
 from penstock.nn import native
 from penstock.nn.experts import MixtureOfExperts
-from penstock.nn.streams import Stream
-from penstock.sched.parallel.micro_batches import MicroBatches, Part, computing_threads
+from penstock.nn.streams import Turns
+from penstock.sched.parallel.micro_batches import LEAST_ROWS, MicroBatches, Part, computing_threads, cut
+
+LATE = 1 / 8  # of what is known of a group's steps, that the last one counts
 
 
 class SplitSteps:
-    """Rank 0's runner.
+    """Rank 0's runner. Of groups that compute steps together all have two micro-batches, as far as they have rows for
+    that, when it pays for the one that computes longest: for others an exchange is mostly waiting for that one.
+
+    Args:
+        groups: what these have in common; None where this one is alone.
 
     Attributes:
         splits: steps that were two micro-batches.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, groups: GroupMemory | None = None) -> None:
         self.splits = 0
-        self._runner = runner
+        self._runner, self._groups = runner, groups
         layers = runner.model.model.layers.modules()
         self._chooser = MicroBatches(sum(isinstance(part, MixtureOfExperts) for part in layers))
         self._threads = native.threads()
 
     @property
-    def _stream(self) -> Stream:
+    def _turns(self) -> Turns:
         experts = self._runner.model.shard.experts
         assert experts is not None
-        return experts.stream
+        assert experts.turns is not None
+        return experts.turns
 
     def next(self, plan: StepPlan) -> StepPlan:
         """What ranks are to run for a plan."""
         if not plan.sequences or any(step.branches is not None for step in plan.sequences):
             return plan
-        rows = self._chooser.choose([_part(step) for step in plan.sequences])
+        parts = [_part(step) for step in plan.sequences]
+        rows = self._chooser.choose(parts)
+        if (groups := self._groups) is not None:
+            if groups.computed[groups.group] >= max(groups.computed):
+                groups.two = rows > 0
+            elif groups.two and sum([part.rows for part in parts]) >= LEAST_ROWS:
+                rows = rows or cut(parts, self._chooser.costs, 0.5)
+            else:
+                rows = 0
         if not rows:
             return plan
         whole = Part(*map(sum, zip(*map(_part, plan.sequences), strict=True)))
@@ -56,14 +72,17 @@ class SplitSteps:
         self._runner.prepare(plan)
 
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
-        stream = self._stream
-        waited, busy, worked = stream.waited, stream.busy, stream.worked
         result = self._runner.run(plan, stop)
+        took, (waited, busy, worked) = self._runner.took, self._runner.exchanged
+        if (groups := self._groups) is not None:
+            computed = 1e9 * (took - waited) if plan.sequences else 0.0
+            groups.computed[groups.group] += round(LATE * (computed - groups.computed[groups.group]))
+            if plan.split is None and self._turns.two:
+                return result  # it says nothing of steps that are whole
         if plan.sequences and not result.interrupted and not any(step.branches is not None for step in plan.sequences):
             rows = 0 if plan.split is None else plan.split.rows
             self.splits += rows > 0
-            times = self._runner.took, stream.waited - waited, stream.busy - busy, stream.worked - worked
-            self._chooser.ran([_part(step) for step in plan.sequences], rows, *times)
+            self._chooser.ran([_part(step) for step in plan.sequences], rows, took, waited, busy, worked)
         return result
 
     def counts(self) -> dict[str, int]:

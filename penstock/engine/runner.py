@@ -55,6 +55,8 @@ class Runner:
         helpers: with whom it attends; None where it does so alone.
         media: what it has made of images.
         took: seconds that the last forward pass has; on a device, to launch it.
+        exchanged: of these, seconds that it waited for other ranks' experts, and seconds in which something was
+            exchanged with them, and of a processor for that.
 
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
@@ -82,7 +84,7 @@ class Runner:
         self.cache = cache
         self._scratch = Scratch()
         self._prepared: deque[tuple[StepPlan, Batch]] = deque()
-        self.took = 0.0
+        self.took, self.exchanged = 0.0, (0.0, 0.0, 0.0)
         self.switch: Callable[[Switch], None] = _cannot
         self.helpers: Helpers | None = None
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
@@ -201,9 +203,13 @@ class Runner:
         came = None
         if self._before is not None:
             came = self._before.receive((2, len(batch.tokens), self.model.config.hidden_size), self.model.dtype)
-        began = time.perf_counter()
+        stream = None if self.model.shard.experts is None else self.model.shard.experts.stream
+        before, began = (0.0, 0.0, 0.0) if stream is None else stream.times, time.perf_counter()
         found = self.forward(batch, self.cache.layers, stop, came)
         self.took = time.perf_counter() - began
+        if stream is not None:
+            waited, busy, worked = (now - then for now, then in zip(stream.times, before, strict=True))
+            self.exchanged = waited, busy, worked
         return found
 
     def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:

@@ -7,7 +7,8 @@ as one that has all of them does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from penstock.nn import ops
 from penstock.nn.linear import Shard
+from penstock.nn.streams import Steps
 
 # rows [rows, hidden], pairs and bounds as of `ops.group_experts`, experts a row -> [pairs, hidden]
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -36,7 +38,9 @@ def whole_again(group: Shard, own: Tensor, rows: int) -> Tensor:
     return group.ranks.gather(padded).transpose(0, 1).flatten(0, 1)[:rows]
 
 
-def travel(x: Tensor, slots: Tensor, weights: Tensor, begins: list[int], spread: Shard, compute: Compute) -> Tensor:
+def travel(
+    x: Tensor, slots: Tensor, weights: Tensor, begins: list[int], spread: Shard, compute: Compute
+) -> Steps[Tensor]:
     """[rows, hidden] and [rows, top_k] slots and weights of this rank's rows -> [rows, hidden]. All ranks call it
     together, also with no rows. Raises RankFailed.
 
@@ -48,7 +52,10 @@ def travel(x: Tensor, slots: Tensor, weights: Tensor, begins: list[int], spread:
     assert spread.ranks is not None
     rows, top_k = slots.shape
     goes = [(slots >= first) & (slots < end) for first, end in pairwise(begins)]
-    came = spread.ranks.all_to_all([_packed(x, slots - first, mask) for first, mask in zip(begins, goes, strict=False)])
+    sent = [_packed(x, slots - first, mask) for first, mask in zip(begins, goes, strict=False)]
+    wait = spread.stream.begin(partial(spread.ranks.all_to_all, sent), _bytes(sent))
+    yield
+    came = wait()
     counts = [len(each) for each in came]
     own = begins[spread.rank + 1] - begins[spread.rank]
     others, asked = _unpacked(torch.cat(came), x, top_k)
@@ -56,12 +63,18 @@ def travel(x: Tensor, slots: Tensor, weights: Tensor, begins: list[int], spread:
     pairs, bounds, places = ops.group_experts(asked, own + 1)
     made = compute(others, pairs[: int(bounds[own])], bounds[: own + 1], top_k)
     back = [made[at[want < own]] for at, want in zip(places.split(counts), asked.split(counts), strict=True)]
-    brought = torch.cat(spread.ranks.all_to_all(back))
+    wait = spread.stream.begin(partial(spread.ranks.all_to_all, back), _bytes(back))
+    yield
+    brought = torch.cat(wait())
     # those of the first rank's experts come first, each rank's by rows
     order = torch.cat([mask.flatten().nonzero().flatten() for mask in goes])
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return ops.combine_experts(brought, places.view(rows, top_k), weights)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum([x.nbytes for x in tensors])
 
 
 def _packed(x: Tensor, slots: Tensor, mask: Tensor) -> Tensor:

@@ -367,7 +367,7 @@ class Experts(nn.Module):
         """
         if self._places is not None and self.spread is not None:
             if self.spread.apart:
-                return self._travelling(x, experts, weights, self._places, self.spread)
+                return (yield from self._travelling(x, experts, weights, self._places, self.spread))
             return (yield from self._spread(x, experts, weights, self._places, self.spread))
         pairs, bounds, places = ops.group_experts(experts, self.count)
         if self.counts.device != bounds.device:  # no step waits for how many there were
@@ -403,16 +403,16 @@ class Experts(nn.Module):
         shift = torch.arange(shard.size) * most - begins[:-1]  # from a place among all pairs to one in these
         return ops.combine_experts(every, places + shift[at.rank_of].to(slots.device)[slots], weights)
 
-    def _travelling(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, spread: Shard) -> Tensor:
+    def _travelling(self, x: Tensor, experts: Tensor, weights: Tensor, at: _Places, spread: Shard) -> Steps[Tensor]:
         """Each group has rows of its own."""
         if self.helpers is not None:
-            self.helpers.meet(wait=True)
+            self.helpers.meet(wait=not spread.stream.is_beside)
         rows = len(x)
         x, experts, weights = share_of_rows(self.group, x, experts, weights)
         self.counts += experts.flatten().bincount(minlength=self.count).cpu()
         slots, self._turn = at.slots_of(experts, self._turn), self._turn + 1
         self.loads += at.rank_of.to(slots.device)[slots].flatten().bincount(minlength=spread.size).cpu()
-        own = travel(x, slots, weights.contiguous(), at.bounds, spread, self._made)
+        own = yield from travel(x, slots, weights.contiguous(), at.bounds, spread, self._made)
         return whole_again(self.group, own, rows)
 
 
@@ -451,11 +451,12 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert_gate is not None:
             self.shared_expert_gate.exact = True
 
-    def accompany(self, dtype: torch.dtype) -> None:
+    def accompany(self, dtype: torch.dtype) -> Steps[Tensor]:
         """Compute what rows of other groups want, with none of its own."""
         device, routing = self.router.weight.device, self.router.routing
         none = torch.empty(0, routing.top_k, dtype=torch.int64, device=device)
-        self.experts(torch.empty(0, self.router.ins, dtype=dtype, device=device), none, none.float())
+        x = torch.empty(0, self.router.ins, dtype=dtype, device=device)
+        return self.experts.steps(x, none, none.float())
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self.steps(x))

@@ -66,13 +66,13 @@ class Helpers:
 
     Attributes:
         seconds, tokens: of attention in such layers, and what it was over, with decodes alone and nobody to help.
-        helped: pieces that others have computed for this rank.
+        posted: times that there was something to help with; `helped`: pieces that others have computed for this rank.
     """
 
     def __init__(
         self, places: Places, copies: Sequence[LayerKV], layers: Sequence[LayerKV], dtype: torch.dtype
     ) -> None:
-        self.seconds, self.tokens, self.helped = 0.0, 0, 0
+        self.seconds, self.tokens, self.posted, self.helped = 0.0, 0, 0, 0
         self._places, self._held = places, (copies, layers)
         self._numbers = {layer.values.data_ptr(): number for number, layer in enumerate(layers)}
         self._copies = (Cache * len(copies))(*(of_layer(layer, dtype) for layer in copies))
@@ -136,6 +136,7 @@ class Helpers:
             addressof(helped),
         )
         self._places.ranks.expect(status)
+        self.posted += len(parts) > 0
         self.helped += helped.value
         if not parts and all(span.rows <= FEW_ROWS for span in batch.spans):
             self.seconds += time.perf_counter() - began

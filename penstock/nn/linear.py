@@ -17,7 +17,7 @@ from penstock.nn.methods import PLAIN
 from penstock.nn.methods.base import LinearMethod, Weight
 from penstock.nn.packed import LANES
 from penstock.nn.ranks import Ranks
-from penstock.nn.streams import Stream
+from penstock.nn.streams import Stream, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Shard:
             these is here, and the ranks that exchange what theirs have made. None splits each expert as all else.
         stream: of these exchanges. Where it is `beside` what is computed, no others have the same `ranks`.
         apart: of `experts`: whether these ranks are several groups', each of which has rows of its own.
+        turns: of such ranks, where steps may be two micro-batches.
         stage: of so many `stages` of a pipeline, counted from 0.
     """
 
@@ -41,6 +42,7 @@ class Shard:
     stage: int = 0
     stages: int = 1
     apart: bool = False
+    turns: Turns | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size

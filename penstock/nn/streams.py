@@ -15,11 +15,9 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-Wait = Callable[[], Tensor]
 
 
 class Stream:
@@ -40,7 +38,16 @@ class Stream:
         self._is_beside = False
         self._thread: ThreadPoolExecutor | None = None
 
-    def begin(self, exchange: Wait, size: int) -> Wait:
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """waited, busy, worked"""
+        return self.waited, self.busy, self.worked
+
+    @property
+    def is_beside(self) -> bool:
+        return self._is_beside
+
+    def begin(self, exchange: Callable[[], Result], size: int) -> Callable[[], Result]:
         """
         Args:
             exchange: what to call, of so many bytes.
@@ -66,7 +73,7 @@ class Stream:
             self._is_beside = False
 
     @torch.inference_mode()
-    def _run(self, exchange: Wait, size: int) -> Tensor:
+    def _run(self, exchange: Callable[[], Result], size: int) -> Result:
         began, worked = time.perf_counter(), time.thread_time()
         found = exchange()
         self.worked += time.thread_time() - worked
@@ -75,7 +82,7 @@ class Stream:
         self.busy += time.perf_counter() - began
         return found
 
-    def _await(self, coming: Future[Tensor]) -> Tensor:
+    def _await(self, coming: Future[Result]) -> Result:
         began = time.perf_counter()
         found = coming.result()
         self.waited += time.perf_counter() - began
@@ -103,3 +110,43 @@ def by_turns(lanes: Sequence[Steps[Result]]) -> list[Result]:
                 except StopIteration as end:
                     found[i] = end.value
     return [found[i] for i in range(len(lanes))]
+
+
+class Turns:
+    """Ranks of several groups, each of which has steps of its own: where one has two micro-batches all take part in
+    two, in the same order, if only with no rows.
+
+    Args:
+        words: one of each rank, that all share.
+        number: which is this one's.
+
+    Attributes:
+        two: whether the last step was two micro-batches anywhere.
+    """
+
+    def __init__(self, words: memoryview[int], number: int) -> None:
+        self.two = False
+        self._words, self._number = words, number
+
+    def run(self, lanes: Sequence[Steps[Result]], another: Callable[[], Steps[Result]], stream: Stream) -> list[Result]:
+        """Results of one's own micro-batches, one or two.
+
+        Args:
+            another: makes one without rows.
+        """
+        # Who says so does it before the first exchange of all, and nobody says anything else before the last.
+        self._words[self._number] = len(lanes) > 1
+        own = len(lanes)
+        if own == 1:
+            try:
+                next(lanes[0])
+            except StopIteration as end:
+                return [end.value]
+        self.two = own > 1 or any(self._words)
+        if not self.two:
+            return [run(lanes[0])]
+        with stream.beside():
+            if own == 1:
+                lanes = [lanes[0], another()]
+                next(lanes[1])
+            return by_turns(lanes)[:own]

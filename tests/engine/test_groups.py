@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError, RankFailed
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.executor import processes
 from penstock.nn import native
+from penstock.sched.parallel.micro_batches import MicroBatches
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_request
 from tests.helpers.waiting import eventually
@@ -105,6 +106,34 @@ def test_every_layout_computes_the_tokens_of_one_rank(folders, tmp_path, kind, t
         groups.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor", "pipeline", "data", "experts"),
+    [case for case in LAYOUTS if case.values[4] and case.values[1] * case.values[3] > 1],
+)
+def test_micro_batches_are_of_the_same_tokens(folders, tmp_path, monkeypatch, kind, tensor, pipeline, data, experts):
+    """Whichever groups have two in a step, and whether that pays or not."""
+
+    def choose(self, parts):
+        rows = sum(part.rows for part in parts)
+        return rows // 2 if rows % 5 else 0
+
+    monkeypatch.setattr(MicroBatches, "choose", choose)
+    alone = build(folders[kind])
+    expected = [tokens(alone, asked(group)) for group in range(data)]
+    alone.close()
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_expert_parallel": experts}
+    if kind == "deepseek-v3":
+        sizes["speculative_config"] = '{"method": "mtp", "num_speculative_tokens": 2, "adaptive": false}'
+    groups = Groups(folders[kind], tmp_path / "door", data, max_num_batched_tokens=70, enable_dbo=True, **sizes)
+    try:
+        assert groups.run([asked(group) for group in range(data)]) == expected
+        some = [asked(group) if group == data - 1 else [] for group in range(data)]
+        assert groups.run(some)[-1] == expected[-1]
+        assert sum(built.engine.executor.expert_load.splits for built in groups.built) > 2
+    finally:
+        groups.close()
+
+
 def test_groups_of_different_models_do_not_meet(folders, tmp_path):
     door = str(tmp_path / "door")
     way = {"data_parallel_size": 2, "enable_expert_parallel": True, "data_parallel_address": door}
@@ -162,7 +191,6 @@ def test_a_rank_that_stands_still_is_named_by_its_own_group(folders, tmp_path, m
     [
         ({"data_parallel_rank": 2}, "data-parallel-rank: 2, allowed is 0 to 1"),
         ({"data_parallel_address": None}, "a data-parallel-address is needed"),
-        ({"enable_dbo": True}, "enable-dbo: true, with data-parallel-size: 2 with enable-expert-parallel allowed is"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(folders, tmp_path, options, says):

@@ -69,12 +69,12 @@ def test_tokens_are_those_of_one_rank_whoever_attends(folders, tmp_path, any_pay
             wanted = [{} if which is None else expected[which] for which in way]
             for _ in range(20):
                 assert groups.run([[] if which is None else asked(which) for which in way]) == wanted
-                if groups.built[way.index(0)].worker.runner.helpers.helped:
+                if groups.built[way.index(0)].worker.runner.helpers.posted:
                     break
         for built in groups.built:
             helping = built.engine.executor._others.helping.helping
             helping.check()
-            assert built.worker.runner.helpers.helped
+            assert built.worker.runner.helpers.posted
     finally:
         groups.close()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.core.errors import RankFailed
-from penstock.nn.streams import Stream, by_turns, run
+from penstock.nn.streams import Stream, Turns, by_turns, run
 
 
 def steps(stream, exchange, log, name):
@@ -36,6 +36,39 @@ def test_what_one_micro_batch_exchanges_goes_on_while_the_other_computes():
     assert [x.item() for x in found] == [1, 0]
     assert log == ["first", "second"]
     assert run(steps(stream, second, log, "alone")).item() == 0, "and at once where it is alone"
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_all_take_part_in_two_micro_batches_where_one_has_two(counts):
+    """Two ranks, each with so many of its own; all exchange in the same order."""
+    words, barrier, order = memoryview(bytearray(16)).cast("q"), threading.Barrier(2, timeout=60), [[], []]
+
+    def lane(rank, name, stream):
+        for layer in range(3):
+            for what in ("dispatch", "combine"):
+                wait = stream.begin(lambda step=(name, layer, what): order[rank].append(step) or barrier.wait(), 0)
+                yield
+                wait()
+        return f"{rank} {name}"
+
+    def run_rank(rank):
+        stream, turns = Stream(), Turns(words, rank)
+        lanes = [lane(rank, name, stream) for name in range(counts[rank])]
+        found[rank] = turns.run(lanes, lambda: lane(rank, 1, stream), stream), turns.two
+
+    for _ in range(3):
+        found = [None, None]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank, (results, two) in enumerate(found):
+            assert results == [f"{rank} {name}" for name in range(counts[rank])]
+            assert two == (max(counts) == 2)
+        assert order[0] == order[1]
+        assert len(order[0]) == 6 * max(counts)
+        order[:] = [], []
 
 
 def test_times_are_counted_and_failures_come_to_whoever_waits():

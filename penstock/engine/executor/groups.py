@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from penstock.engine.options import EngineOptions
 from penstock.nn.helpers import Helpers, Places
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import PAGE, SharedMemoryRanks
+from penstock.nn.streams import Turns
 from penstock.sched.local.speculation import make_speculation
 
 log = logging.getLogger("penstock.engine")
@@ -42,27 +44,31 @@ class GroupMemory:
     """What all ranks of all groups share, as one rank has it.
 
     Args:
-        copies: bytes that each group has for copies of others' KV; 0 where groups do not help each other.
+        fd: of the memory, zeros at first.
 
     Attributes:
-        fd: of the memory, zeros at first.
         group: this one's number.
         steps: this group among all; by it is known which steps were begun.
         ahead: steps that another group may have begun before this one has ended one that it has not begun.
         loads: of each group, tokens of KV that its sequences attend over.
         copied: for each group, and each other one, of how many tokens this one has copies for that.
+        computed: of each group, nanoseconds of a step of late in which it did not wait for others.
     """
 
-    def __init__(self, fd: int, layout: Layout, group: int, copies: int = 0) -> None:
-        self.fd, self._layout, self.group = fd, layout, group
-        self._copies = copies // PAGE * PAGE
-        self._memory = mmap.mmap(fd, self.bytes_for(layout, copies))
-        self.steps = SharedMemoryRanks(self._memory, group, layout.data)
+    def __init__(self, fd: int, options: EngineOptions) -> None:
+        self.fd, self._options, self._layout = fd, options, options.layout
+        self.group, layout = options.data_parallel_rank, self._layout
+        self._copies = _copy_bytes(options)
+        self._memory = mmap.mmap(fd, self.bytes_for(options))
+        self.steps = SharedMemoryRanks(self._memory, self.group, layout.data)
         self._first = SharedMemoryRanks.bytes_for(layout.data)
         self.ahead = layout.data * max(2, layout.pipeline)
         self._words_at = self._first + layout.pipeline * SharedMemoryRanks.bytes_for(layout.tensor * layout.data)
         words = memoryview(self._memory)[self._words_at : self._words_at + _word_bytes(layout)].cast("q")
-        self._word, self.loads, self.copied = words[:1], words[1 : 1 + layout.data], words[1 + layout.data :]
+        sizes = 2, layout.data, layout.data, layout.data**2, layout.pipeline * layout.expert_ranks
+        ends = list(accumulate(sizes))
+        parts = [words[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        self._word, self.loads, self.computed, self.copied, self._turns = parts
 
     @property
     def switch_at(self) -> int:
@@ -73,12 +79,22 @@ class GroupMemory:
     def switch_at(self, step: int) -> None:
         self._word[0] = step
 
+    @property
+    def two(self) -> bool:
+        """Whether steps are two micro-batches, by what the group that computes longest has decided of its own."""
+        return bool(self._word[1])
+
+    @two.setter
+    def two(self, two: bool) -> None:
+        self._word[1] = two
+
     @staticmethod
-    def bytes_for(layout: Layout, copies: int = 0) -> int:
+    def bytes_for(options: EngineOptions) -> int:
+        layout, copies = options.layout, _copy_bytes(options)
         of_stage = SharedMemoryRanks.bytes_for(layout.tensor * layout.data)
         size = SharedMemoryRanks.bytes_for(layout.data) + layout.pipeline * of_stage + _word_bytes(layout)
         if copies:
-            size += layout.group_size * Helpers.bytes_for(layout.data) + layout.data * (copies // PAGE * PAGE)
+            size += layout.group_size * Helpers.bytes_for(layout.data) + layout.data * copies
         return size
 
     def helpers(self, stage: int, shard: int, parent: int = 0) -> Places:
@@ -90,13 +106,15 @@ class GroupMemory:
 
     def copies(self, group: int) -> memoryview:
         """Of others' KV, as a group has them."""
-        end = self.bytes_for(self._layout, self._copies) - (self._layout.data - 1 - group) * self._copies
+        end = self.bytes_for(self._options) - (self._layout.data - 1 - group) * self._copies
         return memoryview(self._memory)[end - self._copies : end]
 
     def experts(self, stage: int, shard: int, parent: int = 0) -> Shard:
         """A rank of this group among all that share a stage's experts."""
         number, size = self.group * self._layout.tensor + shard, self._layout.expert_ranks
-        return Shard(number, size, self._ranks(stage, number, parent), apart=True)
+        words = self._turns[stage * size : (stage + 1) * size]
+        turns = Turns(words, number) if self._options.enable_dbo else None
+        return Shard(number, size, self._ranks(stage, number, parent), apart=True, turns=turns)
 
     def _ranks(self, stage: int, number: int, parent: int = 0) -> SharedMemoryRanks:
         size = self._layout.expert_ranks
@@ -116,9 +134,15 @@ class GroupMemory:
             self._ranks(stage, 0).fail(self.group * self._layout.tensor)
 
 
+def _copy_bytes(options: EngineOptions) -> int:
+    """That each group has for copies of others' KV."""
+    return (options.helper_kv_memory or 0) // PAGE * PAGE
+
+
 def _word_bytes(layout: Layout) -> int:
     """In whole pages."""
-    return -(-8 * (1 + layout.data + layout.data**2) // PAGE) * PAGE
+    words = 2 + 2 * layout.data + layout.data**2 + layout.pipeline * layout.expert_ranks
+    return -(-8 * words // PAGE) * PAGE
 
 
 class Groups:
@@ -132,12 +156,11 @@ class Groups:
     def __init__(self, options: EngineOptions) -> None:
         assert options.data_parallel_address is not None
         self._layout, self._group = options.layout, options.data_parallel_rank
-        self._copies = options.helper_kv_memory or 0
         self._door, self._parent = Path(options.data_parallel_address), os.getppid()
         self._joins = Joins(self._group, os.getpid(), _what(options))
         self._links: dict[int, tuple[int, socket.socket]] = {}  # group -> process and link
-        fd = self._open_door() if self._group == 0 else self._knock()
-        self.memory = GroupMemory(fd, self._layout, self._group, self._copies)
+        fd = self._open_door(GroupMemory.bytes_for(options)) if self._group == 0 else self._knock()
+        self.memory = GroupMemory(fd, options)
         self.heard: Callable[[FromGroup], None] = _nobody  # of all but who joins and leaves; from a thread
         self._left: set[int] = set()
         self._over = threading.Event()
@@ -145,7 +168,8 @@ class Groups:
 
     # --- until all are there
 
-    def _open_door(self) -> int:
+    def _open_door(self, size: int) -> int:
+        """Returns the memory, of so many bytes."""
         self._door.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self._door))
@@ -162,7 +186,7 @@ class Groups:
                     else:
                         self._links.pop(links[fd])[1].close()  # it has ended, and will come again
         memory = os.memfd_create("penstock-groups", os.MFD_CLOEXEC)
-        os.ftruncate(memory, GroupMemory.bytes_for(self._layout, self._copies))
+        os.ftruncate(memory, size)
         for _, link in self._links.values():
             with suppress(OSError):  # the watch will notice
                 socket.send_fds(link, [encode(self._joins)], [memory])
@@ -296,7 +320,8 @@ def _what(options: EngineOptions) -> str:
     copies = ""
     if options.helper_kv_memory:  # which all lay out alike
         copies = f", {options.helper_kv_memory} bytes for copies of KV in {options.kv_cache_dtype} {options.kv_layout}"
-    return f"{options.layout} {options.model} {options.dtype}{heads}{copies}"
+    turns = ", two micro-batches" if options.enable_dbo else ""
+    return f"{options.layout} {options.model} {options.dtype}{heads}{copies}{turns}"
 
 
 def _nobody(message: FromGroup) -> None:

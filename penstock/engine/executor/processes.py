@@ -281,7 +281,7 @@ class RankProcesses:
 
     def split_steps_of(self, runner: Runner) -> SplitSteps:
         """Rank 0's runner, with which steps are two micro-batches where that pays."""
-        self.split_steps = SplitSteps(runner)
+        self.split_steps = SplitSteps(runner, None if self.groups is None else self.groups.memory)
         return self.split_steps
 
     def opened(self) -> None:

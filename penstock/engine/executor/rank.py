@@ -147,8 +147,7 @@ def connect(settings: dict[str, Any], options: EngineOptions) -> tuple[Exchanges
 
     layout, shared = options.layout, settings["groups"]
     memory = mmap.mmap(settings["memory"], os.fstat(settings["memory"]).st_size)
-    copies = options.helper_kv_memory or 0
-    groups = None if shared is None else GroupMemory(shared, layout, options.data_parallel_rank, copies)
+    groups = None if shared is None else GroupMemory(shared, options)
     return Exchanges(memory, settings["rank"], layout, settings["parent"], groups), Desk(memory, layout)
 
 

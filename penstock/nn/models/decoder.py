@@ -51,6 +51,9 @@ EXPERTS: WeightMap = {
 }
 
 
+Lane = tuple[Tensor, Tensor]  # of a micro-batch: what to add to the residual stream, and that
+
+
 class Decoder(nn.Module):
     """Base of every architecture; a subclass says how to read its config.json, and what differs in its blocks.
 
@@ -201,16 +204,16 @@ class Decoder(nn.Module):
             residual = torch.zeros_like(x)
         else:
             x, residual = came.unbind()
+        lanes = list[Steps[Lane]]()
         if batch.halves is None or self.shard.experts is None:
-            x, residual = run(self._steps(x, residual, rotations, batch, cache, look))
+            lanes.append(self._steps(x, residual, rotations, batch, cache, look))
         else:
-            at, lanes = len(batch.halves[0].positions), list[Steps[tuple[Tensor, Tensor]]]()
+            at = len(batch.halves[0].positions)
             for half, rows in zip(batch.halves, (slice(at), slice(at, None)), strict=True):
                 own = [(cos[rows], sin[rows]) for cos, sin in rotations]
                 lanes.append(self._steps(x[rows], residual[rows], own, half, cache, look))
-            with self.shard.experts.stream.beside():
-                first, second = by_turns(lanes)
-            x, residual = torch.cat((first[0], second[0])), torch.cat((first[1], second[1]))
+        found = self._by_turns(lanes)
+        x, residual = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
         if self.model.norm is None:
             return torch.stack((x, residual))
         return self.model.norm.after(x, residual)[0]
@@ -223,7 +226,7 @@ class Decoder(nn.Module):
         batch: Batch,
         cache: KVLayers,
         look: Callable[[], None],
-    ) -> Steps[tuple[Tensor, Tensor]]:
+    ) -> Steps[Lane]:
         """Through all its layers."""
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
@@ -233,19 +236,34 @@ class Decoder(nn.Module):
             x, residual = yield from cast(Block, layer).steps(x, residual, rotations, cache[i], table, kept)
         return x, residual
 
+    def _by_turns(self, lanes: Sequence[Steps[Lane]]) -> list[Lane]:
+        """What comes of one micro-batch, or of two."""
+        experts = self.shard.experts
+        if experts is not None and experts.turns is not None:
+            return experts.turns.run(lanes, self._accompanying, experts.stream)
+        if experts is None or len(lanes) == 1:
+            return [run(lane) for lane in lanes]
+        with experts.stream.beside():
+            return by_turns(lanes)
+
     def accompany(self) -> None:
         """Take part in a step of other data-parallel groups, with no rows. Raises RankFailed."""
+        self._by_turns([self._accompanying()])
+
+    def _accompanying(self) -> Steps[Lane]:
+        none = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
         for layer in self.model.layers:
-            self._accompany(cast(Block, layer))
+            yield from self._accompany(cast(Block, layer))
+        return none, none
 
     def accompany_draft(self) -> None:
         """The same when their draft heads compute rows."""
         if self.draft_head is not None:
-            self._accompany(self.draft_head.block)
+            run(self._accompany(self.draft_head.block))
 
-    def _accompany(self, layer: Block) -> None:
+    def _accompany(self, layer: Block) -> Steps[None]:
         if isinstance(layer.feed_forward, MixtureOfExperts):
-            layer.feed_forward.accompany(self.dtype)
+            yield from layer.feed_forward.accompany(self.dtype)
 
     def draft(
         self, hidden: Tensor, following: Tensor, batch: Batch, cache: KVLayers, kept: Tensor | None = None
