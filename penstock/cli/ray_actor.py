@@ -140,6 +140,7 @@ class EngineActor:
         return {
             "address": f"unix:{self._folder}/{order.settings['name']}{ending}",
             "sockets": f"{escape(str(self._folder.parent))}/{PREFIX}*/*{ending}",
+            "pair": order.settings["weights"]["pair"],
             "public": {**there, "address": public, "givers": str(file), "mooncake": host},
         }
 

@@ -85,6 +85,8 @@ class Worker:
         self._drafts = 0 if speculation is None or self._head is None else speculation.most
         self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
+        if peers is not None:
+            peers.place = device
         self._gone = False  # the weights, to be read again
         if others is None and options.enable_expert_parallel:  # else the loader knows of it
             read_architecture(Path(options.model), options.layout)

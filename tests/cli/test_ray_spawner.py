@@ -89,7 +89,12 @@ def test_an_engine_has_its_weights_from_another_of_its_deployment_on_its_node(ac
 
     def runs(actor, name, **more):
         asked = order(givers={"far": "tcp:127.0.0.1:1"}, **more)
-        asked["settings"] |= {"name": name, "shown_as": name, "options": options, "weights": {"public": public}}
+        asked["settings"] |= {
+            "name": name,
+            "shown_as": name,
+            "options": options,
+            "weights": {"pair": "", "public": public},
+        }
         actor.start(1, asked)
         news, said = follow(actor, 1, lambda news: news["up"] or news["code"] is not None)
         assert news["up"], said
