@@ -119,7 +119,7 @@ class ModelSection:
             if needed not in spots and (common is None if needed == "model" else cluster is None):
                 file.complain(self.at, f"{needed}: missing, and there is no default")
         if warm_pool:
-            self._check_warm_pool(groups, ray is not None)
+            self._check_warm_pool(groups)
         self._check_groups(groups, shares, alone=cluster is None, ray=ray is not None)
         self._check_meetings(groups, ray is not None, server["enable_sleep_mode"])
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
@@ -413,11 +413,9 @@ class ModelSection:
                 why = f"allowed is false {together}: who sleeps cannot compute for the others"
                 self.file.complain(self.top["enable-sleep-mode"], f"true, {why}")
 
-    def _check_warm_pool(self, groups: Sequence[Group], ray: bool) -> None:
+    def _check_warm_pool(self, groups: Sequence[Group]) -> None:
         spot = self.top["warm-pool"]
-        if ray:
-            self.file.complain(spot, f"{spot.shown}, allowed with launcher ray is 0: Ray starts the processes")
-        elif (at := next((group for group in groups if group.modelled or group.adopted), None)) is not None:
+        if (at := next((group for group in groups if group.modelled or group.adopted), None)) is not None:
             where = "running servers" if at.adopted else f"{at.device}"
             self.file.complain(spot, f"{spot.shown}, allowed with {where} is 0: there is nothing to import")
 

@@ -301,10 +301,6 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (SMALLEST + "    cpus: 2", "up.yaml:4: instances[0].cpus: '2', allowed only with launcher ray"),
         (
-            SMALLEST + "launcher: ray\nwarm-pool: 1",
-            "up.yaml:5: warm-pool: '1', allowed with launcher ray is 0: Ray starts",
-        ),
-        (
             SMALLEST + "    device: modelled:h200\nwarm-pool: 2",
             "up.yaml:5: warm-pool: '2', allowed with modelled:h200 is 0: there is nothing to import",
         ),
