@@ -3,13 +3,15 @@
     python tools/weights_bench.py [--mib 512] [--rounds 5] [--tls CERTIFICATE KEY CA]
 
 The bare link is a file that one process sends and another reads and forgets, under TLS too where that is asked for;
-`kept` is that with what is read written to new memory, which on a virtual machine may be what takes longest. Shares are
-of the medians; `cpu` seconds of a core for a GiB, of who takes and of who gives.
+`kept` is that with what is read written to new memory, which on a virtual machine may be what takes longest; `gloo` are
+weights by torch.distributed, which has no TLS. Shares are of the medians; `cpu` seconds of a core for a GiB, of who
+takes and of who gives.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -20,9 +22,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
 
 from penstock.core.wire.weights import Weights
 from penstock.drill.hosts import Hosts
+from penstock.nn.image import mapped
 from penstock.transfer.tls import TLS
 from penstock.transfer.weights import Landing, WeightServer, digests
 
@@ -35,15 +41,22 @@ class Random:
     """Weights, as `transfer.weights.Given`."""
 
     def __init__(self, size: int) -> None:
-        self.fd, self.start, part = os.memfd_create("bench"), 0, os.urandom(16 * MIB)
+        self.fd: int | None
+        self.fd = self.file = os.memfd_create("bench")
+        self.start, part = 0, os.urandom(16 * MIB)
         for at in range(0, size, len(part)):
-            os.pwrite(self.fd, part[: size - at], at)
-        memory = mmap.mmap(self.fd, size, prot=mmap.PROT_READ)
-        self.address = 0  # Mooncake's alone
+            os.pwrite(self.file, part[: size - at], at)
+        memory = mmap.mmap(self.file, size, prot=mmap.PROT_READ)
+        self.address, self.gpu, self.device = 0, "", torch.device("cpu")  # the first is Mooncake's alone
+        self._memory = mapped(self.file, 0, size)
         self._said = Weights({"weights": ("uint8", [size], 0)}, size, 0, digests(memoryview(memory)) or [])
 
     def describe(self) -> Weights:
         return self._said
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[Callable[[int, int], torch.Tensor]]:
+        yield lambda start, stop: self._memory[start:stop]
 
 
 def cpu() -> float:
@@ -53,10 +66,11 @@ def cpu() -> float:
 
 def give(host: str, size: int, tls: TLS | None) -> None:
     given = Random(size)
-    WeightServer([f"tcp:{host}:{WEIGHTS}"], {KEY: given}, SECRET, tls)  # its threads have it
+    # its threads have it
+    WeightServer([f"tcp:{host}:{WEIGHTS}"], {KEY: given}, SECRET, tls, pair="gloo")
 
     def send(sock: socket.socket) -> None:
-        with sock, open(os.dup(given.fd), "rb", buffering=0) as file:
+        with sock, open(os.dup(given.file), "rb", buffering=0) as file:
             if sock.recv(1) == b"c":
                 sock.sendall(str(cpu()).encode())
             elif tls is None:
@@ -64,7 +78,7 @@ def give(host: str, size: int, tls: TLS | None) -> None:
             else:
                 with tls.over_waiting(sock, dialled=False) as link:
                     for at in range(0, size, MIB):
-                        link.sendall(os.pread(given.fd, min(MIB, size - at), at))
+                        link.sendall(os.pread(given.file, min(MIB, size - at), at))
 
     with socket.create_server((host, BARE)) as listener:
         print("up", flush=True)
@@ -83,6 +97,8 @@ def take(what: str, host: str, size: int, tls: TLS | None) -> None:
     theirs, ours, began = float(asked(host, b"c").recv(64)), cpu(), time.monotonic()
     if what == "weights":
         Landing().pull(f"tcp:{host}:{WEIGHTS}", KEY, SECRET, tls)
+    elif what == "gloo":
+        Landing().receive(f"tcp:{host}:{WEIGHTS}", KEY, "gloo", SECRET)
     else:
         sock, buffer = asked(host, b"f"), memoryview(bytearray(MIB))
         link = sock if tls is None else tls.over_waiting(sock, dialled=True)
@@ -102,6 +118,7 @@ def main() -> None:
     parser.add_argument("--as", dest="part", nargs=2, help=argparse.SUPPRESS)  # of a process: which one, and the giver
     options = parser.parse_args()
     size, tls = options.mib * MIB, None if options.tls is None else TLS(*options.tls)
+    ways = ("link", "kept", "weights", "gloo")[: 4 if tls is None else 3]
     if options.part is not None:
         what, host = options.part
         give(host, size, tls) if what == "give" else take(what, host, size, tls)
@@ -117,7 +134,7 @@ def main() -> None:
             assert giver.stdout is not None
             giver.stdout.readline()
             for _ in range(options.rounds):
-                for what in ("link", "kept", "weights"):
+                for what in ways:
                     found[what].append(json.loads(subprocess.check_output(process(1, what))))
             giver.kill()
     middle = {what: [statistics.median(column) for column in zip(*rows, strict=True)] for what, rows in found.items()}

@@ -137,8 +137,23 @@ SCHEDULING_POLICY = Option(
     "the policy is made for",
 )
 OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
+
+
+def peer_weights(value: str) -> bool | str:
+    if value == "gloo":
+        return value
+    try:
+        return switch(value)
+    except ValueError:
+        raise ValueError("true, false or gloo") from None
+
+
 PEER_WEIGHTS = Option(
-    "peer-weights", switch, True, "take the weights of a running instance at a start: mapped on one host, else over TCP"
+    "peer-weights",
+    peer_weights,
+    True,
+    "take the weights of a running instance at a start: mapped on one host, else over TCP, on GPUs by NCCL; gloo: on "
+    "CPUs by that first",
 )
 ENGINE = (*(OWN.get(option.name, option) for option in ENGINE_OPTIONS), PEER_WEIGHTS)
 GROUP = (

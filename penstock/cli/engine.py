@@ -11,7 +11,8 @@ JSON:
     heartbeat           the heartbeat file, for hang detection; what the last step was of is in a file beside it
     seen                folder for what engines of this host make of images; null without
     kv_pool             the socket of the host's KV pool server; null for memory of its own
-    weights             {"address", "sockets", "public"}: where it gives its weights, and where others of this host do;
+    weights             {"address", "sockets", "pair", "public"}: where it gives its weights, and where others of this
+                        host do; pair is "gloo" or "nccl" where they come by torch.distributed too, else "";
                         public is null, or {"address", "givers", "joins", "tls", "mooncake"}: the same for other hosts,
                         the file of those of them that give any, whether its launcher has yet to hear of them, and
                         where they reach its Mooncake, "" without; null where it neither gives nor takes any
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from penstock.transfer.transports import KVTransport
 
 log = logging.getLogger("penstock.engine")
-FROM_PEERS = ("map", "mooncake", "tcp")  # of `nn.loader.Source`
+FROM_PEERS = ("nccl", "gloo", "map", "mooncake", "tcp")  # of `nn.loader.Source`
 GIVERS_WITHIN = 3.0  # seconds in which a launcher that joins hears from its master who gives weights
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
@@ -167,12 +168,13 @@ def weight_manager(settings: dict[str, Any], stack: ExitStack) -> WeightManager 
     from penstock.core.wire.rank import WeightSources
     from penstock.engine.weights import WeightManager
 
-    own, sockets, public = place["address"], place["sockets"], place["public"]
+    own, sockets, pair, public = place["address"], place["sockets"], place["pair"], place["public"]
     if public is None:
-        manager = WeightManager.of(WeightSources(own, sockets), [own])
+        manager = WeightManager.of(WeightSources(own, sockets, pair=pair), [own])
     else:
         within, secret = GIVERS_WITHIN if public["joins"] else 0.0, os.environ.get("PENSTOCK_CLUSTER_SECRET")
-        told = WeightSources(own, sockets, public["givers"], within, secret, public["tls"], public["mooncake"])
+        more = {"tls": public["tls"], "mooncake": public["mooncake"], "pair": pair, "public": public["address"]}
+        told = WeightSources(own, sockets, public["givers"], within, secret, **more)
         manager = WeightManager.of(told, [own, public["address"]])
     stack.callback(manager.close)
     return manager

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from glob import escape
@@ -26,6 +27,7 @@ from penstock.service.checkpoint import find_checkpoint, fingerprint
 from penstock.service.programs import GIVERS, make_program
 from penstock.service.spawner import LocalProcess
 from penstock.service.supervisor import Program
+from penstock.service.warm import WarmProcess
 from penstock.service.watch import Trouble
 
 VERSION = f"penstock {__version__} with protocol {PROTOCOL}"
@@ -69,7 +71,9 @@ class EngineActor:
         self._lock = threading.Lock()
         self._door: socket.socket | None = None  # where the engine listens; the same for every incarnation
         self._number = 0  # of the incarnation
+        self._was_warm = False
         self._process: LocalProcess | None = None
+        self._warm: WarmProcess | None = None
         self._lines = _Lines()
         self._trouble: Trouble | None = None
         self._watched_at = 0.0
@@ -83,7 +87,8 @@ class EngineActor:
             order: fields of an `Order`.
 
         Returns:
-            "endpoint", "node" and "pid"; or "refused", with the reason why it cannot run here.
+            "endpoint", "node" and "pid", and whether it was "warm"; or "refused", with the reason why it cannot run
+            here.
         """
         with self._lock:
             address = _node_address()
@@ -93,7 +98,35 @@ class EngineActor:
                 except ConfigError as error:
                     return {"refused": f"{error}, on Ray node {address}"}
             assert self._process is not None
-            return {"endpoint": self._process.endpoint, "node": address, "pid": self._process.pid}
+            said = {"endpoint": self._process.endpoint, "node": address, "pid": self._process.pid}
+            return said | {"warm": self._was_warm}
+
+    def warm(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Have a process that imports what an engine needs, and all but the engine; returns when it is there.
+
+        Args:
+            order: "environment", as of an `Order`.
+
+        Returns:
+            "node" and "pid"; or "refused", with the reason why it is not there.
+        """
+        with self._lock:
+            address = _node_address()
+            self._open(address)
+            self._warm = self._warm or WarmProcess(_environment(order["environment"]))
+            process = self._warm
+        while not process.is_ready():
+            if process.process.poll() is not None:
+                return {"refused": f"{process.last_output() or 'it said nothing'}, on Ray node {address}"}
+            time.sleep(LOOK)
+        return {"node": address, "pid": process.process.pid}
+
+    def is_warm(self) -> dict[str, Any]:
+        """Empty; or "refused" where its process has ended."""
+        with self._lock:
+            if self._warm is None or self._warm.process.poll() is None:
+                return {}
+            return {"refused": f"{self._warm.last_output() or 'it said nothing'}, on Ray node {_node_address()}"}
 
     def _run(self, number: int, order: Order, address: str) -> None:
         directory = find_checkpoint(order.model)
@@ -101,17 +134,23 @@ class EngineActor:
             raise ConfigError(f"model: {order.model} is another checkpoint than that of the launcher", "model")
         if self._process is not None:
             self._process.close()
+        self._open(address)
+        program, environment = self._program(order, directory, address), _environment(order.environment)
+        self._number, self._trouble, self._lines = number, None, _Lines()
+        warm, self._warm = self._warm, None
+        if warm is not None and not (warm.process.poll() is None and warm.fits(environment) and warm.become(program)):
+            warm.close()
+            warm = None
+        self._was_warm = warm is not None
+        process = None if warm is None else warm.process
+        now = self._clock.now()
+        self._process = LocalProcess(program, environment, order.heartbeat_timeout, now, self._lines.add, process)
+
+    def _open(self, address: str) -> None:
         if self._door is None:
             self._folder = self._stack.enter_context(run_folder())
             self._door = self._stack.enter_context(bind(address, 0, f"the address of Ray node {address}"))
             self._door.listen()  # as ZMQ wants it
-        program = self._program(order, directory, address)
-        # the package that this is, wherever the node's Python looks first
-        packages = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, **order.environment, "PYTHONPATH": os.pathsep.join(packages)}
-        self._number, self._trouble, self._lines = number, None, _Lines()
-        now = self._clock.now()
-        self._process = LocalProcess(program, environment, order.heartbeat_timeout, now, self._lines.add)
 
     def _program(self, order: Order, directory: Path, address: str) -> Program:
         """With the places that it has on this node."""
@@ -140,6 +179,7 @@ class EngineActor:
         return {
             "address": f"unix:{self._folder}/{order.settings['name']}{ending}",
             "sockets": f"{escape(str(self._folder.parent))}/{PREFIX}*/*{ending}",
+            "pair": order.settings["weights"]["pair"],
             "public": {**there, "address": public, "givers": str(file), "mooncake": host},
         }
 
@@ -192,6 +232,9 @@ class EngineActor:
         with self._lock:
             if self._process is not None:
                 self._process.close()
+            if self._warm is not None:
+                self._warm.close()
+                self._warm = None
             self._stack.close()
 
 
@@ -209,6 +252,13 @@ class _Lines:
         """How many there were, and those after the first `seen` ones that are still here."""
         kept = [(number, line) for number, line in self._kept.copy() if number >= seen]
         return (kept[-1][0] + 1 if kept else seen), [line for _, line in kept]
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Of an engine's process."""
+    # the package that this is, wherever the node's Python looks first
+    packages = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(packages)}
 
 
 def _node_address() -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.curve import SECRET
 from penstock.cli.ray_actor import VERSION, Order
+from penstock.cli.ray_pool import RayWarmPool
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError
 from penstock.core.heartbeat import LastStep
@@ -57,6 +58,15 @@ def actor_class() -> type:
             self._engine: Any = None  # an `EngineActor`
 
         def start(self, number: int, order: dict[str, Any]) -> dict[str, Any]:
+            return self._refused(order) or self._engine.start(number, order)
+
+        def warm(self, order: dict[str, Any]) -> dict[str, Any]:
+            return self._refused(order) or self._engine.warm(order)
+
+        def is_warm(self) -> dict[str, Any]:
+            return {"refused": "Ray has started it again"} if self._engine is None else self._engine.is_warm()
+
+        def _refused(self, order: dict[str, Any]) -> dict[str, Any] | None:
             import ray
 
             try:
@@ -69,7 +79,7 @@ def actor_class() -> type:
                 node = ray.util.get_node_ip_address()
                 return {"refused": f"this deployment has {order['version']}, and Ray node {node} has {found}"}
             self._engine = self._engine or make()
-            return self._engine.start(number, order)
+            return None
 
         def follow(self, number: int, seen: int, up: bool) -> dict[str, Any]:
             return {"lost": True} if self._engine is None else self._engine.follow(number, seen, up)
@@ -89,7 +99,7 @@ class _Actor:
     """An instance's actor and its placement group, of which Ray takes care.
 
     Args:
-        name: of the instance.
+        name: of the instance; of one that is warm no other's.
         number: no other of the deployment's actors has it.
         resources: set apart for it: "CPU", "GPU", and what nodes were given names for.
     """
@@ -99,7 +109,7 @@ class _Actor:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._name, self._resources, own = name, resources, dict(resources)
+        self.name, self._resources, own = name, resources, dict(resources)
         self._group = placement_group([own], name=name)
         self._handle: Any = (
             ray.remote(actor_class())
@@ -124,7 +134,7 @@ class _Actor:
             state = placement_group_table(self._group)["state"]
         if state in ("PENDING", "RESCHEDULING"):
             wanted = ", ".join(f"{amount:g} {what}" for what, amount in self._resources.items())
-            log.warning("%s waits for a Ray node that has %s", self._name, wanted)
+            log.warning("%s waits for a Ray node that has %s", self.name, wanted)
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         return getattr(self._handle, method).remote(*arguments).future()
@@ -150,12 +160,15 @@ class RaySpawner:
         secret: of the deployment.
         heartbeat_timeout: seconds without a sign of life after which an engine hangs.
         givers: the launcher's file of who gives weights.
+        warm: actors that wait to become an instance's.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
     """
 
-    def __init__(self, address: str | None, model: str, secret: str, heartbeat_timeout: float, givers: Path) -> None:
+    def __init__(
+        self, address: str | None, model: str, secret: str, heartbeat_timeout: float, givers: Path, warm: int = 0
+    ) -> None:
         _connect(address)
         self._word, self._givers = secrets.token_hex(4), givers
         self._model, self._digest = model, fingerprint(find_checkpoint(model))
@@ -164,9 +177,10 @@ class RaySpawner:
         self._numbers = count(1)
         self._ending: list[threading.Thread] = []
         self._clock = SystemClock()
+        self._pool = RayWarmPool(warm, self._make_warm, self._end, self._warm_order)
 
     def spawn(self, program: Program, now: float) -> RayIncarnation:
-        environment = {SECRET: self._secret, "OMP_NUM_THREADS": f"{program.resources['CPU']:g}"}
+        environment = self._environment(program.resources)
         settings = json.loads(program.command[-1])
         givers = json.loads(self._givers.read_text()) if self._givers.exists() else {}
         givers.pop(program.name, None)
@@ -174,21 +188,43 @@ class RaySpawner:
         order = Order(*told)
         return RayIncarnation(self.actor, self.release, program, next(self._numbers), order, self._clock)
 
+    def refill(self, now: float) -> None:
+        """Have actors become warm in the place of those that were taken; call it while nothing is started."""
+        self._pool.refill(now)
+
+    def _environment(self, resources: Mapping[str, float]) -> dict[str, str]:
+        return {SECRET: self._secret, "OMP_NUM_THREADS": f"{resources['CPU']:g}"}
+
+    def _warm_order(self, resources: Mapping[str, float]) -> dict[str, Any]:
+        return {"version": VERSION, "environment": self._environment(resources)}
+
+    def _make_warm(self, resources: Mapping[str, float]) -> _Actor:
+        number = next(self._numbers)
+        return _Actor(f"warm process {number}", number, resources)
+
     def actor(self, program: Program, number: int) -> _Actor:
-        """The one that there is, or a new one."""
+        """One that is warm, the one that there is, or a new one."""
+        if (warm := self._pool.take(program.resources)) is not None:
+            self.release(program.name)
+            warm.name = program.name
+            self._actors[program.name] = warm
         if program.name not in self._actors:
             self._actors[program.name] = _Actor(program.name, number, program.resources)
         return self._actors[program.name]
 
     def release(self, name: str) -> None:
         if actor := self._actors.pop(name, None):
-            thread = threading.Thread(target=actor.end, daemon=True)  # what it waits for others do not
-            thread.start()
-            self._ending = [*(other for other in self._ending if other.is_alive()), thread]
+            self._end(actor)
+
+    def _end(self, actor: _Actor) -> None:
+        thread = threading.Thread(target=actor.end, daemon=True)  # what it waits for others do not
+        thread.start()
+        self._ending = [*(other for other in self._ending if other.is_alive()), thread]
 
     def close(self) -> None:
         import ray
 
+        self._pool.close()
         for name in list(self._actors):
             self.release(name)
         for thread in self._ending:
@@ -275,7 +311,8 @@ class RayIncarnation:
             self._code, self._last = CANNOT_BE_SERVED, said["refused"]
         else:
             self._started, self.endpoint = True, said["endpoint"]
-            log.info("%s is process %d on Ray node %s", self._name, said["pid"], said["node"])
+            of_pool = " (of the warm pool)" if said["warm"] else ""
+            log.info("%s is process %d on Ray node %s%s", self._name, said["pid"], said["node"], of_pool)
 
     def _follow(self, said: dict[str, Any]) -> None:
         if "lost" in said:

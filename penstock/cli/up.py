@@ -228,7 +228,9 @@ class _Ground:
 
         secret, timeout = self.surroundings["engine"][SECRET], deployment.restart.heartbeat_timeout
         givers = givers_file(self.folder, deployment)
-        return RaySpawner(deployment.ray.address, _anywhere(deployment.model), secret, timeout, givers)
+        return RaySpawner(
+            deployment.ray.address, _anywhere(deployment.model), secret, timeout, givers, deployment.warm_pool
+        )
 
     def registration(self, deployment: Deployment, directory: Path) -> Registration:
         from penstock.service.checkpoint import fingerprint

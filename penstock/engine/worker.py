@@ -22,6 +22,7 @@ from penstock.engine.memory import free_bytes, mapping_budget
 from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
+from penstock.nn.image import DeviceImage
 from penstock.nn.linear import WHOLE
 from penstock.nn.loader import Loaded, file_times, identity, load, read_architecture
 from penstock.nn.models.decoder import Decoder
@@ -85,7 +86,10 @@ class Worker:
         self._drafts = 0 if speculation is None or self._head is None else speculation.most
         self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
+        if peers is not None:
+            peers.place = device
         self._gone = False  # the weights, to be read again
+        self._gave: tuple[str, Sequence[int]] | None = None  # of an image, whose weights the host has meanwhile
         if others is None and options.enable_expert_parallel:  # else the loader knows of it
             read_architecture(Path(options.model), options.layout)
         self.model = model = self._load(progress)
@@ -198,13 +202,16 @@ class Worker:
             self.experts.rest()
         hollow = self._hollow()
         self.runner.take(hollow)
+        image, self.loaded = self.loaded.image, replace(self.loaded, image=None)
+        if self._peers is not None:
+            self._peers.give(None)
         if level > 1:
             self.model, self._gone = hollow, True
-            self.loaded = replace(self.loaded, model=hollow, image=None)
-            if self._peers is not None:
-                self._peers.give(None)
+            self.loaded = replace(self.loaded, model=hollow)
         else:
+            self._gave = None if image is None else (image.key, image.digests)
             self.model._apply(lambda place: place.cpu())
+        del image  # a device's memory is free then
         give_back_memory()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -234,6 +241,7 @@ class Worker:
             elif self.model.device != self._device:
                 self.model._apply(lambda place: place.to(self._device))
                 self.model.bound_logits()
+                self._give_again()
             if self.experts is not None:
                 self.experts.resume(self.model)
             if self.runner.model is not self.model:
@@ -260,6 +268,16 @@ class Worker:
             self._peers.is_current = partial(_has_files, Path(options.model), self.loaded.files)
             self._peers.give(self.loaded.image)
         return self.loaded.model
+
+    def _give_again(self) -> None:
+        """What a device has again."""
+        if self._peers is None or self._gave is None:
+            return
+        (key, digests), self._gave = self._gave, None
+        image = DeviceImage.of(key, self.model)
+        image.digests = digests
+        self.loaded = replace(self.loaded, image=image)
+        self._peers.give(image)
 
     def _hollow(self) -> Decoder:
         """A model like this one without weights. Not this one without them: they may just be being written to disk."""

@@ -60,19 +60,85 @@ class Image:
     def bytes(self) -> int:
         return self.memory.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Bytes [start, stop)."""
+        return self.memory[start:stop]
+
     def fill(self, model: Decoder) -> None:
         """Give a model on "meta" its weights. Raises ValueError, with nothing changed, unless they are the model's."""
         adopt(model, self.weights, self.memory)
 
 
+class DeviceImage:
+    """Weights in a device's memory, which no other process maps; placed as they would be in one piece.
+
+    Args:
+        key, weights: as of an `Image`.
+        size: bytes of all, with what is between them.
+        memory: first byte of each piece, and the piece, [bytes] uint8; in ascending order.
+
+    Attributes:
+        digests, giver, way: as of an `Image`.
+    """
+
+    def __init__(self, key: str, weights: Placed, size: int, memory: Sequence[tuple[int, Tensor]]) -> None:
+        self.key, self.weights, self.bytes, self.memory = key, weights, size, memory
+        self.digests: Sequence[int] = ()
+        self.giver = ""
+        self.way: Way = "nccl"
+
+    @classmethod
+    def of(cls, key: str, model: Decoder) -> DeviceImage:
+        """Of a model that is loaded; waits until it is."""
+        weights, memory, end = {}, [], 0
+        for name, tensor in parts(model).items():
+            weights[name] = NAMES[tensor.dtype], list(tensor.shape), end
+            memory.append((end, tensor.detach().contiguous().view(-1).view(torch.uint8)))
+            end += padded(max(1, tensor.nbytes))
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)  # others read it on streams of their own
+        return cls(key, weights, end, memory)
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory[0][1].device
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Bytes [start, stop), zeros between weights."""
+        if len(self.memory) == 1:
+            return self.memory[0][1][start:stop]
+        block = torch.zeros(stop - start, dtype=torch.uint8, device=self.device)
+        for first, piece in self.memory:
+            begin, end = max(start, first), min(stop, first + len(piece))
+            if begin < end:
+                block[begin - start : end - start] = piece[begin - first : end - first]
+        return block
+
+    def fill(self, model: Decoder) -> None:
+        """As of an `Image`, with what is in one piece."""
+        ((_, memory),) = self.memory
+        adopt(model, self.weights, memory)
+
+
 class Peers(Protocol):
     """Running engines with weights to give. What they give is checked; who fails is passed over, and logged."""
 
+    @property
+    def maps(self) -> bool:
+        """Whether what is loaded is to be in memory that processes map; else it is in the device's."""
+
+    def by_pair(self, key: str) -> Iterator[Image | DeviceImage]:
+        """Of whom a process group is had with, one after the other."""
+
     def here(self, key: str) -> Iterator[Image]:
-        """Of this host, one after the other."""
+        """The same, mapped, of this host; of none where nothing is to be mapped."""
 
     def elsewhere(self, key: str) -> Iterator[Image]:
-        """The same, of other hosts."""
+        """The same, over the network, of other hosts."""
 
 
 class Arena:

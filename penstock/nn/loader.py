@@ -44,7 +44,7 @@ from penstock.nn.experts import ExpertLinear
 from penstock.nn.formats import Quantisation, read_quantisation
 from penstock.nn.formats.base import Expected, Format, check_cut
 from penstock.nn.formats.dense import DENSE
-from penstock.nn.image import Arena, Image, Peers
+from penstock.nn.image import Arena, DeviceImage, Image, Peers
 from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods import method_for
@@ -82,16 +82,16 @@ PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HEAD = "lm_head.weight"
 HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
 
-# A peer of this host, whose memory is mapped; packed weights on disk that the page cache has; a peer of another host,
-# by Mooncake or over TCP; packed weights on disk; the checkpoint
-Source = Literal["map", "host", "mooncake", "tcp", "disk", "checkpoint"]
+# A peer by torch.distributed; one of this host, whose memory is mapped; packed weights on disk that the page cache has;
+# a peer of another host, by Mooncake or over TCP; packed weights on disk; the checkpoint
+Source = Literal["nccl", "gloo", "map", "host", "mooncake", "tcp", "disk", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """
     Attributes:
-        image: the memory that its weights are in, where others can have it.
+        image: the memory that its weights are in, where others can have them.
         source: where they came from.
         seconds: that this took.
         files: `file_times` of the checkpoint, from before they were looked for.
@@ -99,7 +99,7 @@ class Loaded:
     """
 
     model: Decoder
-    image: Image | None
+    image: Image | DeviceImage | None
     source: Source
     seconds: float
     files: str
@@ -135,8 +135,8 @@ def load(
         model_len: of the longest sequence, where that was asked for; None is what the checkpoint allows.
         load_format: how files are read, one of `reading.LOAD_FORMATS`.
         progress: called with the bytes that are loaded and all that are to be.
-        peers: that may give weights, and be given them, of a model on a CPU; None without any. Of a shard it is the
-            same rank of theirs that does.
+        peers: that may give weights, and be given them; None without any. Of a shard it is the same rank of theirs that
+            does.
         quantization: one of `formats.AT_LOAD`, by which a plain checkpoint is quantised; None or "auto" leaves it as it
             is.
         draft_head: whether the layer that predicts further tokens is loaded too.
@@ -169,8 +169,8 @@ def load(
     if device.type == "cpu" and _keeps(model) and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard, form)
     name, arena = "", None
-    if peers is not None and device.type == "cpu":
-        name, arena = image_key(directory, dtype, form, shard), Arena()
+    if peers is not None:
+        name, arena = image_key(directory, dtype, form, shard), Arena() if peers.maps else None
     image, source = _find_whole(model, peers if name else None, name, cache, key)
     if not _any_loads(shard, image is not None):
         model.bound_logits()
@@ -187,6 +187,8 @@ def load(
     model.bound_logits(take=None if arena is None else arena.take)
     if arena is not None:
         image = arena.image(name, model)
+    elif image is None and peers is not None:
+        image = DeviceImage.of(name, model)
     return _told(Loaded(model.eval(), image if name else None, source, time.monotonic() - began, files, asked))
 
 
@@ -198,7 +200,7 @@ def _told(loaded: Loaded) -> Loaded:
 
 def _find_whole(
     model: Decoder, peers: Peers | None, name: str, cache: WeightCache | None, key: str | None
-) -> tuple[Image | None, Source]:
+) -> tuple[Image | DeviceImage | None, Source]:
     """Fill a model on "meta" with weights that are ready, from where they come fastest; it is left as it is where there
     are none.
 
@@ -213,8 +215,10 @@ def _find_whole(
             image.key = name
         return image
 
-    if peers is not None and (image := _fill_from(peers.here(name), model)) is not None:
-        return image, image.way
+    if peers is not None:
+        for images in (peers.by_pair(name), peers.here(name)):
+            if (image := _fill_from(images, model)) is not None:
+                return image, image.way
     in_memory = cache is not None and key is not None and cache.is_in_memory(key)
     if in_memory and (image := kept()) is not None:
         return image, "host"
@@ -225,7 +229,7 @@ def _find_whole(
     return None, "checkpoint"
 
 
-def _fill_from(images: Iterator[Image], model: Decoder) -> Image | None:
+def _fill_from(images: Iterator[Image | DeviceImage], model: Decoder) -> Image | DeviceImage | None:
     for image in images:
         try:
             image.fill(model)

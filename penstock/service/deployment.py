@@ -55,8 +55,14 @@ class Group:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether its weights may come from a running instance, and are given to others: those in the host's memory."""
-        return kind_of(self.device) == "cpu" and bool(self.options["peer_weights"])
+        """Whether its weights may come from a running instance, and are given to others."""
+        return kind_of(self.device) in ("cpu", "cuda") and bool(self.options["peer_weights"])
+
+    @property
+    def weights_pair(self) -> str:
+        """The way by which they come through torch.distributed, which GPUs have alone; "" without it."""
+        asked = self.options["peer_weights"]
+        return ("nccl" if asked else "") if kind_of(self.device) == "cuda" else "gloo" if asked == "gloo" else ""
 
     @property
     def needs(self) -> dict[str, float]:

@@ -178,7 +178,7 @@ class Launcher:
     ) -> None:
         self._programs = {program.name: program for program in programs}
         self._supervisor, self._clock = supervisor, clock
-        self._local = LocalSpawner(environments, supervisor.heartbeat_timeout, warm)
+        self._local = LocalSpawner(environments, supervisor.heartbeat_timeout, warm if engines is None else 0)
         self._engines: Spawner = self._local if engines is None else engines
         self._running: dict[str, Incarnation] = {}
         self._endpoints = {p.name: p.public or p.address for p in programs if p.address is not None}
@@ -230,7 +230,7 @@ class Launcher:
         for action in self._supervisor.actions(self._clock.now()):
             self._act(action)
         if not self._starting and not self._supervisor.stopping:
-            self._local.refill(self._clock.now())
+            self._engines.refill(self._clock.now())
         for registration in self._registrations:
             if self._awaits_kv_pool(registration):
                 continue

@@ -119,7 +119,7 @@ class ModelSection:
             if needed not in spots and (common is None if needed == "model" else cluster is None):
                 file.complain(self.at, f"{needed}: missing, and there is no default")
         if warm_pool:
-            self._check_warm_pool(groups, ray is not None)
+            self._check_warm_pool(groups)
         self._check_groups(groups, shares, alone=cluster is None, ray=ray is not None)
         self._check_meetings(groups, ray is not None, server["enable_sleep_mode"])
         linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
@@ -131,6 +131,7 @@ class ModelSection:
             why = "allowed with launcher ray is tcp or mooncake: its nodes share no memory"
             file.complain(transport_spots["kind"], f"'shared', {why}")
         tls = self._tls(transport_spots.get("tls"), transport["kind"])
+        self._check_peer_weights(groups, tls is not None)
         warnings = [f"{prefix}transport.faults: messages between engines are damaged on purpose"] if faults else []
         model, flight_recorder = own.pop("model"), own.pop("flight_recorder")
         live_roles, media_route = own.pop("live_roles"), own.pop("media_route")
@@ -375,13 +376,26 @@ class ModelSection:
             for name in ("cpus", "resources"):
                 if name in spots and not ray:
                     self.file.complain(spots[name], f"{spots[name].shown}, allowed only with launcher ray")
-            if "peer-weights" in spots and group.options.get("peer_weights") and not group.shares_weights:
-                why = f"allowed {_whose_memory(group)} is false: group {group.name!r} has its weights from disk"
-                self.file.complain(spots["peer-weights"], f"{spots['peer-weights'].shown}, {why}")
             if ray and group.adopted:
                 self.file.complain(spots["url"], f"{spots['url'].shown}, allowed is nothing with launcher ray: it runs")
             if ray and kind_of(group.device) == "cuda" and group.device != "cuda":
                 self.file.complain(spots["device"], f"{group.device!r}, allowed with launcher ray is cuda: Ray chooses")
+
+    def _check_peer_weights(self, groups: Sequence[Group], tls: bool) -> None:
+        for group, spots in zip(groups, self.group_spots, strict=True):
+            asked = group.options.get("peer_weights")
+            if "peer-weights" not in spots or not asked:
+                continue
+            spot, why = spots["peer-weights"], ""
+            if not group.shares_weights:
+                why = f"{_whose_memory(group)} is false: group {group.name!r} has no weights to give"
+            elif asked == "gloo" and kind_of(group.device) == "cuda":
+                why = f"{_whose_memory(group)} is true, which is by NCCL, or false"
+            elif tls and group.weights_pair:
+                why = f"with transport.tls {_whose_memory(group)} is {'true or ' * (asked == 'gloo')}false: "
+                why += "a process group sends in the clear"
+            if why:
+                self.file.complain(spot, f"{spot.shown}, allowed {why}")
 
     def _check_meetings(self, groups: Sequence[Group], ray: bool, sleeps: bool) -> None:
         """Data-parallel groups among which experts are spread start, compute and end together."""
@@ -399,11 +413,9 @@ class ModelSection:
                 why = f"allowed is false {together}: who sleeps cannot compute for the others"
                 self.file.complain(self.top["enable-sleep-mode"], f"true, {why}")
 
-    def _check_warm_pool(self, groups: Sequence[Group], ray: bool) -> None:
+    def _check_warm_pool(self, groups: Sequence[Group]) -> None:
         spot = self.top["warm-pool"]
-        if ray:
-            self.file.complain(spot, f"{spot.shown}, allowed with launcher ray is 0: Ray starts the processes")
-        elif (at := next((group for group in groups if group.modelled or group.adopted), None)) is not None:
+        if (at := next((group for group in groups if group.modelled or group.adopted), None)) is not None:
             where = "running servers" if at.adopted else f"{at.device}"
             self.file.complain(spot, f"{spot.shown}, allowed with {where} is 0: there is nothing to import")
 

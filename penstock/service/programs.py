@@ -130,7 +130,7 @@ def _engine(
     settings["kv_pool"] = str(folder / (deployment.prefix + KV_POOL)) if pooled else None
     settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
     settings["seen"] = str(folder / f"{deployment.prefix}seen") if group.shares_memory and not rayed else None
-    settings["weights"] = _weights(deployment, folder, name, joins) if group.shares_weights else None
+    settings["weights"] = _weights(deployment, group, folder, name, joins)
     more: dict[str, Any] = {**place, "socket": folder / name, "devices": group.ranks}
     more["needs"] = deployment.prefix + KV_POOL if pooled else None
     more["module"] = "adopted" if group.adopted else None
@@ -185,8 +185,12 @@ def _transport(deployment: Deployment, path: Path) -> dict[str, Any] | None:
     return {"kind": kind, "address": address, "tls": deployment.transport.tls, "faults": deployment.transport.faults}
 
 
-def _weights(deployment: Deployment, folder: Path, name: str, joins: bool) -> dict[str, Any]:
+def _weights(deployment: Deployment, group: Group, folder: Path, name: str, joins: bool) -> dict[str, Any] | None:
+    pair = "" if deployment.transport is not None and deployment.transport.tls is not None else group.weights_pair
+    if not group.shares_weights or (not pair and not group.shares_memory):
+        return None
     places = {
+        "pair": pair,
         "address": f"unix:{folder / name}.weights",
         "sockets": f"{escape(str(folder / deployment.prefix))}/*.weights",
     }

@@ -70,6 +70,9 @@ class Spawner(Protocol):
     def spawn(self, program: Program, now: float) -> Incarnation:
         """Start a program that does not run."""
 
+    def refill(self, now: float) -> None:
+        """Have processes become warm in the place of those that were taken; call it while nothing is started."""
+
     def release(self, name: str) -> None:
         """This program is not started again: what was kept for its next incarnation is free."""
 

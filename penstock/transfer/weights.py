@@ -1,4 +1,5 @@
-"""Weights from a running engine to one that starts: mapped on one host, over TCP or by Mooncake between hosts.
+"""Weights from a running engine to one that starts: mapped on one host, over TCP or by Mooncake between hosts, by
+torch.distributed from the memory of one device into that of another.
 
 Who asks connects, and both sides show that they belong to the deployment as on peer links (`frames.Handshake`, TLS
 where links have it); on one host the folder of the socket is its user's alone. Every block has a digest, made when the
@@ -17,9 +18,10 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import msgspec
 from msgspec import structs
@@ -31,8 +33,10 @@ from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import encode
 from penstock.core.wire.weights import (
     BLOCK,
+    AskThere,
     AskWeights,
     NoWeights,
+    PairWay,
     SendFrom,
     Way,
     WeightMessage,
@@ -52,9 +56,14 @@ from penstock.transfer.frames import (
 )
 from penstock.transfer.tls import TLS
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 log = logging.getLogger("penstock.transfer")
 CONNECT_TIMEOUT = 1.5  # seconds
 PATIENCE = 5.0  # seconds without progress
+PAIR_WAYS = get_args(PairWay)
 AT_ONCE = 32  # connections over which weights are given; more are sent to other sources
 # From one source: while what has come over one is digested, or decrypted, the link is the other's.
 CONNECTIONS = 2
@@ -68,17 +77,25 @@ class Given(Protocol):
     """Weights that an engine gives.
 
     Attributes:
-        fd: of a file in which they are.
+        fd: of a file in which they are; None where they are in a device's memory.
         start: where they begin in it.
         address: of the first of them in this process's memory.
+        device: that they are on.
+        gpu: its name; "" for none.
     """
 
-    fd: int
+    fd: int | None
     start: int
     address: int
+    device: torch.device
+    gpu: str
 
     def describe(self) -> Weights:
         """Waits until the digests are known. Raises Unavailable where they cannot be given now."""
+
+    def lending(self) -> AbstractContextManager[Callable[[int, int], Tensor]]:
+        """Gives what gives bytes [start, stop) of them, [bytes] uint8 on the device, and raises Unavailable where they
+        are not given any more. What is had of it is not kept for longer than this is entered."""
 
 
 def digests(memory: memoryview, stopped: threading.Event | None = None, threads: int = 2) -> list[int] | None:
@@ -95,6 +112,18 @@ def digests(memory: memoryview, stopped: threading.Event | None = None, threads:
     return known if len(known) == len(found) else None
 
 
+def digests_on_device(memory: Callable[[int, int], Tensor], size: int) -> list[int]:
+    """The same of what a device has.
+
+    Args:
+        memory: gives bytes [start, stop) of it.
+    """
+    from penstock.transfer.pair import Digests
+
+    found = Digests()
+    return [found.of(memory(at, min(at + BLOCK, size))) for at in range(0, size, BLOCK)]
+
+
 class WeightServer:
     """Gives an engine's weights, in threads of its own.
 
@@ -103,6 +132,8 @@ class WeightServer:
         given: key, see `AskWeights`, -> what is given of it; looked at anew whenever somebody asks.
         secret: the deployment's secret; None where every peer that reaches an address is trusted.
         mooncake: where others reach Mooncake's engine of this process; "" without one.
+        there: key -> where another rank of this engine gives it by torch.distributed; looked at anew, too.
+        pair: the way by torch.distributed; "" without it.
 
     Attributes:
         addresses: with port 0 resolved.
@@ -118,8 +149,11 @@ class WeightServer:
         secret: str | None = None,
         tls: TLS | None = None,
         mooncake: str = "",
+        there: Mapping[str, list[str]] | None = None,
+        pair: PairWay | Literal[""] = "",
     ) -> None:
         self._given, self._mooncake = given, mooncake
+        self._there, self._pair = {} if there is None else there, pair
         self.addresses: list[str] = []
         self._key, self._tls = key_of(secret), tls
         self._selector = selectors.DefaultSelector()
@@ -183,7 +217,7 @@ class WeightServer:
     def _attend(self, sock: socket.socket) -> None:
         try:
             self._serve(sock)
-        except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, ValueError, msgspec.DecodeError, Unavailable) as error:
             log.info("weights were not given: %s", error)
         finally:
             sock.close()
@@ -205,6 +239,9 @@ class WeightServer:
             if not isinstance(ask, AskWeights):
                 raise ValueError(f"somebody said {type(ask).__name__} out of turn")
             given = self._given.get(ask.key)
+            if given is None and ask.way in PAIR_WAYS and (addresses := self._there.get(ask.key)):
+                _say(link, handshake.seal(AskThere(addresses), 0))
+                return
             if why := self._objection(ask, given, local):
                 _say(link, handshake.seal(NoWeights(why), 0))
                 return
@@ -217,13 +254,15 @@ class WeightServer:
             if ask.way == "mooncake":
                 self._lend(link, handshake, given, description)
                 return
+            if ask.way in PAIR_WAYS:
+                self._join(sock, handshake, given, description)
+                return
             _say(link, handshake.seal(description, 0))
+            assert given.fd is not None
             if ask.way == "map":
                 socket.send_fds(sock, [b"\0"], [given.fd])
                 return
-            going = _hear(link, None)
-            if not isinstance(going, SendFrom) or going.first < 0 or going.step < 1:
-                raise ValueError("somebody asked for blocks that there are not")
+            going = _asked_for(link)
             for start, stop in _spans(description, going.first, going.step):
                 _send(link, given.fd, given.start + start, given.start + stop)
 
@@ -241,11 +280,38 @@ class WeightServer:
             while link.recv(1):
                 pass
 
+    def _join(self, link: socket.socket, handshake: Handshake, given: Given, description: Weights) -> None:
+        """Send blocks from the memory that they are in."""
+        from penstock.transfer.pair import AHEAD, Meeting
+
+        with contextlib.ExitStack() as stack:
+            meeting = stack.enter_context(contextlib.closing(Meeting(_own_host(link))))
+            _say(link, handshake.seal(structs.replace(description, lent=meeting.where), 0))
+            going = _asked_for(link)
+            block = stack.enter_context(given.lending())
+            pair = stack.enter_context(contextlib.closing(meeting.join(given.device, link)))
+            for start, stop in _spans(description, going.first, going.step):
+                if pair.under_way == AHEAD:
+                    pair.wait()
+                with pair.on_stream():
+                    pair.send(block(start, stop))
+            while pair.under_way:
+                pair.wait()
+            link.recv(1)  # nothing, when who asked has all
+
     def _objection(self, ask: AskWeights, given: Given | None, local: bool) -> str:
         if ask.protocol != PROTOCOL:
             return f"it speaks protocol {PROTOCOL}, and not {ask.protocol}"
         if given is None:
             return "its weights are others" if self._given else "it has no weights to give now"
+        if ask.way in PAIR_WAYS:
+            if ask.way != self._pair:
+                return f"it gives weights by {self._pair}" if self._pair else f"it gives no weights by {ask.way}"
+            if self._tls is not None and not local:
+                return "it gives weights under TLS alone"
+            return "both are on one GPU" if ask.gpu and ask.gpu == given.gpu else ""
+        if given.fd is None:
+            return "its weights are in the memory of a GPU"
         if ask.way == "map" and not local:
             return "only who is on its host can map its memory"
         return "it has no Mooncake" if ask.way == "mooncake" and not self._mooncake else ""
@@ -273,6 +339,19 @@ def _send(link: Link, fd: int, start: int, stop: int) -> None:
             link.sendfile(file, start, stop - start)
 
 
+def _asked_for(link: Link) -> SendFrom:
+    """Raises as `_hear`."""
+    going = _hear(link, None)
+    if not isinstance(going, SendFrom) or going.first < 0 or going.step < 1:
+        raise ValueError("somebody asked for blocks that there are not")
+    return going
+
+
+def _own_host(link: socket.socket) -> str:
+    """This process's address, for who is at the other end."""
+    return "127.0.0.1" if link.family == socket.AF_UNIX else str(link.getsockname()[0])
+
+
 def _spans(weights: Weights, first: int, step: int) -> Iterator[tuple[int, int]]:
     """(first byte, end) of a block, and of every `step`-th from there on."""
     for start in range(first * BLOCK, weights.bytes, step * BLOCK):
@@ -282,9 +361,23 @@ def _spans(weights: Weights, first: int, step: int) -> Iterator[tuple[int, int]]
 # --- who wants weights
 
 
+class _IsThere(Exception):
+    """Another rank of the engine has the weights.
+
+    Args:
+        address: where it gives them, on the same kind of link.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+
 @contextlib.contextmanager
-def _asked(address: str, key: str, way: Way, secret: str | None, tls: TLS | None) -> Iterator[tuple[Link, Weights]]:
-    """A connection, and what follows on it. Raises Unavailable, there and inside."""
+def _asked(
+    address: str, key: str, way: Way, secret: str | None, tls: TLS | None, gpu: str = ""
+) -> Iterator[tuple[Link, Weights]]:
+    """A connection, and what follows on it. Raises Unavailable, there and inside, and `_IsThere`."""
     try:
         family, where = parse(address)
         with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -301,8 +394,10 @@ def _asked(address: str, key: str, way: Way, secret: str | None, tls: TLS | None
                 handshake = Handshake(None if local else key_of(secret), dialled=True)
                 if not handshake.may_greet:
                     handshake.open(_body(link), 0)
-                _say(link, handshake.seal(AskWeights(key, way), 0))
+                _say(link, handshake.seal(AskWeights(key, way, gpu), 0))
                 answer = _hear(link, handshake)
+                if isinstance(answer, AskThere):
+                    raise _IsThere(_of_kind(address, answer.addresses))
                 if isinstance(answer, NoWeights):
                     raise Unavailable(answer.message)
                 if not isinstance(answer, Weights):
@@ -312,6 +407,14 @@ def _asked(address: str, key: str, way: Way, secret: str | None, tls: TLS | None
                 yield link, answer
     except (OSError, EOFError, ValueError, msgspec.DecodeError, ConfigError) as error:
         raise Unavailable(str(error) or type(error).__name__) from error
+
+
+def _of_kind(address: str, addresses: Sequence[str]) -> str:
+    """Raises ValueError where there is none."""
+    kind = address.partition(":")[0]
+    if (found := next((each for each in addresses if each.partition(":")[0] == kind), None)) is None:
+        raise ValueError(f"its other rank does not listen at {kind}")
+    return found
 
 
 def ask_to_map(address: str, key: str) -> tuple[Weights, int]:
@@ -341,18 +444,23 @@ def _corrupt(number: int, weights: Weights) -> str:
 
 
 class Landing:
-    """Memory for weights that come from other hosts, from one source after the other.
+    """Memory for weights that come from other processes, from one source after the other.
+
+    Args:
+        device: whose memory it is; None for that of the host, which others can map.
 
     Attributes:
         weights: that come; None before the first answer.
         right: blocks, from the first one on, that are there and as they should be.
-        fd: of the memory; -1 before the first answer.
+        fd: of the memory; -1 before the first answer, and on a device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.weights: Weights | None = None
         self.right = 0
         self.fd = -1
+        self._device = device
+        self._memory: Tensor | None = None  # all of it, [bytes] uint8
         self._beyond: set[int] = set()  # blocks that are right, behind one that is not there yet
         self._lock = threading.Lock()
 
@@ -417,6 +525,55 @@ class Landing:
                         self._compare(self.right, _digest(self.fd, *span), weights)
             return weights
 
+    def receive(self, address: str, key: str, way: PairWay, secret: str | None = None) -> Weights:
+        """The same by torch.distributed, straight to the memory."""
+        from penstock.transfer.pair import gpu_of
+
+        gpu = "" if self._device is None else gpu_of(self._device)
+        for _ in range(2):
+            try:
+                with _asked(address, key, way, secret, None, gpu) as (link, weights):
+                    self._prepare(weights)
+                    self._receive(link, weights, address)
+                    return weights
+            except _IsThere as there:
+                address = there.address
+        raise Unavailable("its ranks know of one another, and none of the weights")
+
+    def _receive(self, link: socket.socket, weights: Weights, address: str) -> None:
+        """Raises Unavailable."""
+        from penstock.transfer.pair import AHEAD, Digests, join
+
+        memory = self._all()
+        host = "127.0.0.1" if link.family == socket.AF_UNIX else str(link.getpeername()[0])
+        _say(link, SendFrom(self.right, 1))
+        digests = Digests()
+        spans = list(_spans(weights, self.right, 1))
+        with contextlib.closing(join(weights.lent, host, _own_host(link), memory.device, link)) as pair:
+            for start, stop in spans[:AHEAD]:
+                pair.receive(memory[start:stop])
+            for start, stop in [*spans[AHEAD:], *[(0, 0)] * min(AHEAD, len(spans))]:
+                block = pair.wait()
+                if stop:
+                    pair.receive(memory[start:stop])
+                with pair.on_stream():
+                    self._compare(self.right, digests.of(block), weights)
+
+    def _all(self) -> Tensor:
+        """The memory, to be written to."""
+        import torch
+
+        if self._memory is None:
+            assert self.weights is not None
+            if self._device is None:
+                self._memory = torch.frombuffer(mmap.mmap(self.fd, self.weights.bytes), dtype=torch.uint8)
+            else:
+                try:
+                    self._memory = torch.zeros(self.weights.bytes, dtype=torch.uint8, device=self._device)
+                except torch.OutOfMemoryError as error:
+                    raise MemoryError(str(error).splitlines()[0]) from None
+        return self._memory
+
     def _compare(self, number: int, digest: int, weights: Weights) -> None:
         """Raises Unavailable."""
         if digest != weights.digests[number]:
@@ -430,21 +587,33 @@ class Landing:
     def _prepare(self, weights: Weights) -> None:
         if self.weights is None or (self.weights.digests, self.weights.weights) != (weights.digests, weights.weights):
             self.close()
-            self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, weights.bytes)
+            if self._device is None:
+                self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(self.fd, weights.bytes)
             self.weights, self.right = weights, 0
         self._beyond.clear()
 
     def take(self) -> int:
         """The memory's file descriptor, which is the caller's then; nobody can write to it any more."""
-        assert self.weights is not None
-        assert self.right == len(self.weights.digests)
+        self._check_whole()
         fd, self.fd = self.fd, -1
         self.close()
         seal(fd)
         return fd
 
+    def take_from_device(self) -> Tensor:
+        """The memory, which is the caller's then."""
+        self._check_whole()
+        memory = self._all()
+        self.close()
+        return memory
+
+    def _check_whole(self) -> None:
+        assert self.weights is not None
+        assert self.right == len(self.weights.digests)
+
     def close(self) -> None:
+        self._memory = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -82,6 +82,34 @@ def test_an_engine_that_cannot_be_served_brings_its_code_and_its_last_line(actor
     assert news["last"] in said
 
 
+def test_a_warm_process_of_an_actor_becomes_its_engine(actor):
+    warm = actor.warm({"environment": order()["environment"]})
+    assert warm["node"] == "127.0.0.1"
+    assert actor.is_warm() == {}
+    first = actor.start(1, order())
+    assert (first["pid"], first["warm"]) == (warm["pid"], True)
+    news, said = follow(actor, 1, lambda news: news["up"] or news["code"] is not None)
+    assert news["up"], said
+    assert "[engine-0]: qwen3-8b on modelled:h200: 64 blocks" in said
+    actor.kill(1)
+    assert follow(actor, 1, lambda news: news["code"] is not None)[0]["code"] == -signal.SIGKILL
+    second = actor.start(2, order())
+    assert not second["warm"]
+    assert second["endpoint"] == first["endpoint"]
+
+
+def test_a_warm_process_that_has_ended_or_fits_no_more_is_none(actor):
+    with contextlib.closing(EngineActor()) as other:
+        pid = other.warm({"environment": {"OMP_NUM_THREADS": "7"}})["pid"]
+        os.kill(actor.warm({"environment": order()["environment"]})["pid"], signal.SIGKILL)
+        eventually(lambda: "refused" in actor.is_warm())
+        assert actor.is_warm()["refused"] == "it said nothing, on Ray node 127.0.0.1"
+        for each in (actor, other):
+            assert not each.start(1, order())["warm"]
+            follow(each, 1, lambda news: news["up"])
+        assert not Path(f"/proc/{pid}").exists()
+
+
 def test_an_engine_has_its_weights_from_another_of_its_deployment_on_its_node(actor):
     options = {"device": "cpu", "model": "/nowhere", "max_model_len": 256, "kv_cache_memory": 16 << 20}
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 64, "weight_cache": False}
@@ -89,7 +117,12 @@ def test_an_engine_has_its_weights_from_another_of_its_deployment_on_its_node(ac
 
     def runs(actor, name, **more):
         asked = order(givers={"far": "tcp:127.0.0.1:1"}, **more)
-        asked["settings"] |= {"name": name, "shown_as": name, "options": options, "weights": {"public": public}}
+        asked["settings"] |= {
+            "name": name,
+            "shown_as": name,
+            "options": options,
+            "weights": {"pair": "", "public": public},
+        }
         actor.start(1, asked)
         news, said = follow(actor, 1, lambda news: news["up"] or news["code"] is not None)
         assert news["up"], said
@@ -125,7 +158,9 @@ def test_a_node_with_another_version_or_none_is_refused_by_name(monkeypatch):
     assert on_node.follow(1, 0, False) == {"lost": True}
     other = "penstock 9.9 with protocol 1"
     node = ray.util.get_node_ip_address()
+    assert "refused" in on_node.is_warm()
     said = on_node.start(1, order(version=other))["refused"]
+    assert on_node.warm(order(version=other)) == {"refused": said}
     assert said == f"this deployment has {other}, and Ray node {node} has {VERSION}"
     monkeypatch.setitem(sys.modules, "penstock.cli.ray_actor", None)
     said = on_node.start(1, order())["refused"]
@@ -174,7 +209,7 @@ NEWS = {"lines": [], "heard": 0, "up": True, "code": None, "last": "", "trouble"
 
 def begin(run):
     incarnation, script, _ = run
-    script.answer({"endpoint": "tcp://10.0.0.2:5", "pid": 7, "node": "10.0.0.2"})
+    script.answer({"endpoint": "tcp://10.0.0.2:5", "pid": 7, "node": "10.0.0.2", "warm": False})
     assert incarnation.poll() is None
     assert incarnation.endpoint == "tcp://10.0.0.2:5"
     script.answer(NEWS)

@@ -134,6 +134,54 @@ def test_an_engine_that_starts_again_has_its_weights_from_another(cluster):
         eventually(lambda: came in up.get("/metrics"), 90, up.log)
 
 
+def test_a_warm_actor_becomes_an_instance_and_is_replaced(cluster):
+    real = {"weight-cache": False, "kv-cache-memory": "64M", "max-model-len": 1024, "max-num-batched-tokens": 128}
+    more = {"engine": real, "instances": [{"count": 2}], "policy": "round_robin", "warm-pool": 1}
+    with deployed(content(cluster, **more)) as up:
+
+        def warm(number):
+            """Process ids of those that were warm so far, when there are as many."""
+
+            def found():
+                lines = (re.search(r"process (\d+) is warm on Ray node", line) for line in up.lines)
+                return [int(match[1]) for match in lines if match]
+
+            eventually(lambda: len(found()) >= number, 60, up.log)
+            return found()
+
+        def started_from_pool(name):
+            pid, node = places(up)[name]
+            return (
+                pid
+                if any(f"{name} is process {pid} on Ray node {node} (of the warm pool)" in x for x in up.lines)
+                else 0
+            )
+
+        eventually(lambda: ready(up) == {"engine-0", "engine-1"}, 90, up.log)
+        (first,) = warm(1)
+        expected = ask(up)
+        os.kill(places(up)["engine-1"][0], signal.SIGKILL)
+        eventually(lambda: started_from_pool("engine-1") == first, 60, up.log)
+        eventually(lambda: ready(up) == {"engine-0", "engine-1"}, 60, up.log)
+        came = 'engine="engine-1",model_name="demo",source="warm"'
+        eventually(lambda: came in up.get("/metrics"), 60, up.log)
+        assert {ask(up) for _ in range(2)} == {expected}
+
+        second = warm(2)[1]
+        os.kill(second, signal.SIGKILL)
+        eventually(lambda: any("a warm actor of Ray's has ended, and is replaced" in x for x in up.lines), 60, up.log)
+        third = warm(3)[2]
+        os.kill(parent(places(up)["engine-0"][0]), signal.SIGKILL)
+        eventually(lambda: started_from_pool("engine-0") == third, 60, up.log)
+        eventually(lambda: ready(up) == {"engine-0", "engine-1"}, 60, up.log)
+        left = warm(4)
+        actors = cluster.left()["actors"]
+        assert len(actors) == 3, "two instances, and who waits"
+        assert up.stop() == 0
+        eventually(lambda: not any(map(runs, left)), 20)
+        assert cluster.left() == {"actors": [], "groups": []}
+
+
 def apply(up, file, wanted, *more):
     file.write_text(yaml.safe_dump(wanted))
     command = [

@@ -496,6 +496,40 @@ def test_each_rank_has_its_shard_from_the_same_rank_of_another_engine(checkpoint
                 ask_to_map(f"unix:{own}", key)
 
 
+@pytest.mark.skipif(native.missing() is not None, reason="ranks of one machine meet in native code")
+def test_each_rank_is_in_a_process_group_with_the_same_rank_of_another_engine(
+    checkpoint, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(wire, "BLOCK", 8 << 20)  # as in the ranks' own processes
+    caplog.set_level(logging.INFO, "penstock")
+    options = EngineOptions(
+        model=str(checkpoint), kv_cache_memory=16 << 20, max_num_seqs=4, weight_cache=False, tensor_parallel_size=2
+    )
+    givers = tmp_path / "givers"
+    with contextlib.ExitStack() as stack:
+
+        def start(name, sockets, **more):
+            own = f"unix:{tmp_path}/{name}"
+            told = WeightSources(own, f"{tmp_path}/{sockets}", pair="gloo", public="tcp:127.0.0.1:0", **more)
+            manager = WeightManager.of(told, [own, told.public])
+            stack.callback(manager.close)
+            built = build_engine(options, SystemClock(), peers=manager)
+            stack.callback(built.close)
+            found = re.findall(r"weights are there after \S+ s, from (.*)", caplog.text)
+            caplog.clear()
+            tokens = Collector(built.engine).run(make_request("a", [1, 2, 3]))
+            return manager, manager.serve(None), found, tokens
+
+        manager, there, found, tokens = start("first.weights", "none")
+        assert found == ["checkpoint", "checkpoint"]
+        (addresses,) = manager._there.values()
+        assert [each.partition(":")[0] for each in addresses] == ["unix", "tcp"], "where rank 1 gives its own"
+        givers.write_text(json.dumps({"first": there}))
+        for name, sockets, more in (("here", "first.weights", {}), ("there", "none", {"givers": str(givers)})):
+            _, _, found, again = start(name, sockets, **more)
+            assert (found, again) == (["gloo first", "gloo first"], tokens)
+
+
 def test_weights_of_a_rank_for_which_there_is_no_room_for_files():
     fd = os.dup(0)
     with pytest.raises(OSError, match="Too many open files"):

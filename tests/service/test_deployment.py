@@ -277,9 +277,19 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "up.yaml:5: kv-pool: a section, allowed is nothing with launcher ray",
         ),
         (
-            SMALLEST + "    device: cuda\nengine: {peer-weights: true}",
-            "up.yaml:5: engine.peer-weights: 'true', allowed on cuda is false: group 'engine' has its "
-            "weights from disk",
+            SMALLEST + "    device: cuda\nengine: {peer-weights: gloo}",
+            "up.yaml:5: engine.peer-weights: 'gloo', allowed on cuda is true, which is by NCCL, or false",
+        ),
+        (
+            SMALLEST
+            + "engine: {peer-weights: gloo}\n"
+            + f"transport: {{kind: tcp, tls: {{certificate: {__file__}, key: {__file__}, ca: {__file__}}}}}",
+            "up.yaml:4: engine.peer-weights: 'gloo', allowed with transport.tls on cpu is true or false: a process "
+            "group sends in the clear",
+        ),
+        (
+            SMALLEST + "engine: {peer-weights: maybe}",
+            "up.yaml:4: engine.peer-weights: 'maybe', allowed is true, false or gloo",
         ),
         (
             SMALLEST + "launcher: ray\ntransport: {kind: shared}",
@@ -290,10 +300,6 @@ def test_an_anchor_and_a_blank_value_are_fine():
             "up.yaml:4: instances[0].device: 'cuda:1', allowed with launcher ray is cuda: Ray chooses",
         ),
         (SMALLEST + "    cpus: 2", "up.yaml:4: instances[0].cpus: '2', allowed only with launcher ray"),
-        (
-            SMALLEST + "launcher: ray\nwarm-pool: 1",
-            "up.yaml:5: warm-pool: '1', allowed with launcher ray is 0: Ray starts",
-        ),
         (
             SMALLEST + "    device: modelled:h200\nwarm-pool: 2",
             "up.yaml:5: warm-pool: '2', allowed with modelled:h200 is 0: there is nothing to import",

@@ -297,6 +297,7 @@ def test_weights_are_given_to_other_hosts_where_there_are_some():
     assert told["engine-0"]["weights"] == {
         "address": "unix:/run/p/engine-0.weights",
         "sockets": "/run/p/*.weights",
+        "pair": "",
         "public": None,
     }
     told, _, _ = settings(parse("up.yaml", text + "cluster: {host: 127.0.0.2}", TABLES))
@@ -308,6 +309,13 @@ def test_weights_are_given_to_other_hosts_where_there_are_some():
     told, _, _ = settings(parse("up.yaml", ranks, TABLES))
     assert told["engine-0"]["weights"]["public"] == public
     told, _, _ = settings(parse("up.yaml", text + "cluster: {}\nengine: {peer-weights: false}", TABLES))
+    assert told["engine-0"]["weights"] is None
+    told, _, _ = settings(parse("up.yaml", text + "engine: {peer-weights: gloo}", TABLES))
+    assert told["engine-0"]["weights"]["pair"] == "gloo"
+    gpu = "model: demo\ninstances: [{device: cuda}]\n"
+    told, _, _ = settings(parse("up.yaml", gpu, TABLES))
+    assert told["engine-0"]["weights"]["pair"] == "nccl"
+    told, _, _ = settings(parse("up.yaml", gpu + "engine: {peer-weights: false}", TABLES))
     assert told["engine-0"]["weights"] is None
 
 

@@ -3,11 +3,14 @@ through shared memory."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from penstock.core.memory import Part
 from penstock.core.parallel import Switch
 from penstock.core.wire.codec import decoder
+from penstock.core.wire.weights import PairWay
 
 MAX_MESSAGE = 64 << 10  # bytes
 
@@ -44,6 +47,8 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
         secret: of the deployment.
         tls: arguments of `transfer.tls.TLS`; None without.
         mooncake: this host's address for Mooncake to read at; "" without.
+        pair: the way by torch.distributed; "" without it.
+        public: "tcp:host:0", where other hosts reach this one; "" without any.
     """
 
     own: str
@@ -53,17 +58,23 @@ class WeightSources(msgspec.Struct, tag=True, frozen=True):
     secret: str | None = None
     tls: dict[str, str] | None = None
     mooncake: str = ""
+    pair: PairWay | Literal[""] = ""
+    public: str = ""
 
 
 class Gives(msgspec.Struct, tag=True, frozen=True):
-    """Its weights may be given to others. With it come the file that they are in, and one with what is in that, which
-    may be longer than a message: a `Weights`.
+    """Its weights may be given to others. Where they are mapped, there come with it the file that they are in, and one
+    with what is in that, which may be longer than a message: a `Weights`.
 
     Attributes:
         key: see `AskWeights`.
+        mapped: whether processes can map them; else they are in a device's memory.
+        at: where it gives them by itself, by torch.distributed; none where it does not.
     """
 
     key: str
+    mapped: bool = True
+    at: list[str] = []
 
 
 class LoadExperts(msgspec.Struct, tag=True, frozen=True):

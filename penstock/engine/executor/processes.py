@@ -411,10 +411,13 @@ class RankProcesses:
                 self._failed(rank, rank.ending())
             return False
         match decode_from_rank(data):
-            case Gives(key):
+            case Gives(key, mapped, at):
                 assert self._peers is not None
+                if at:
+                    self._peers.give_there(key, at)
                 try:
-                    self._peers.give(passed(key, fds))
+                    if mapped:
+                        self._peers.give(passed(key, fds))
                 except OSError as error:
                     log.warning("weights of %s are not given to others: %s", rank.name, error)
             case Loaded(room):

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,8 @@ def main(settings: dict[str, Any]) -> int:
     link = socket.socket(fileno=settings["link"])
     logging.basicConfig(level=settings["log_level"], handlers=[LinkHandler(link)], format="%(message)s")
     try:
-        run(settings, link)
+        with ExitStack() as stack:
+            run(settings, link, stack)
     except RankFailed:
         return 0  # rank 0 knows of it, or is no more
     except ConfigError as error:
@@ -87,8 +88,12 @@ def main(settings: dict[str, Any]) -> int:
     return 0
 
 
-def run(settings: dict[str, Any], link: socket.socket) -> None:
-    """Load, and run plans until rank 0 ends. Raises RankFailed then."""
+def run(settings: dict[str, Any], link: socket.socket, stack: ExitStack) -> None:
+    """Load, and run plans until rank 0 ends. Raises RankFailed then.
+
+    Args:
+        stack: closes what is to be closed at the end.
+    """
     import torch
 
     from penstock.engine.executor.plans import Answer, PlanDecoder, encode_answer
@@ -110,7 +115,9 @@ def run(settings: dict[str, Any], link: socket.socket) -> None:
             return
         told = decode_to_rank(data)
         assert isinstance(told, WeightSources)
-        peers = WeightManager.of(told, pass_on=partial(pass_to_rank_0, link))
+        own = [f"{told.own}.{settings['rank']}", *([told.public] if told.public else [])] if told.pair else []
+        peers = WeightManager.of(told, own, partial(pass_to_rank_0, link))
+        stack.callback(peers.close)
     worker = Worker(options, others.on(device_of(options.device), settings["meeting"]), peers=peers)
     if worker.experts is not None:
         worker.experts.tell = partial(answer_rank_0, link)
