@@ -11,6 +11,7 @@
 #include "lanes.h"
 #include "pack.h"
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace penstock {
@@ -121,6 +122,15 @@ constexpr bool SCALED = std::is_same_v<E, int8_t>;
 template <class E>
 constexpr bool WIDENED = sizeof(E) * UnitOf<E>::EACH != 4 || UnitOf<E>::WORDS != 1;
 
+// Whether products with the cache's values are made in tiles: of up to 16 queries with K as it lies in the cache, of more
+// with a packed block. Bits are the same (tiles.h).
+template <class E>
+#if defined(PENSTOCK_TILES)
+constexpr bool IN_TILES = std::is_same_v<E, bf16>;
+#else
+constexpr bool IN_TILES = false;
+#endif
+
 // 16 units, or up to 16 and zeros.
 template <class E>
 inline f32x16 units_at(const E* from) {
@@ -221,6 +231,11 @@ struct Packed {
         : keys(memory), values(memory + BLOCK_TOKENS * dim / U::EACH), units(dim / U::EACH), width(width) {}
 
     void fill(const Source<E>& source) {
+        fill_keys(source);
+        fill_values(source, source.values);
+    }
+
+    void fill_keys(const Source<E>& source) {
         for (int64_t unit = 0; unit < units; unit += 16) {
             for (int64_t token = 0; token < BLOCK_TOKENS; token += 16) {
                 f32x16 columns[16];
@@ -231,9 +246,13 @@ struct Packed {
                 for (int64_t c = 0; c < there; c++) store(to + c * BLOCK_TOKENS, columns[c]);
             }
         }
+    }
+
+    // `then`: which of K and V of the next block is asked for meanwhile.
+    void fill_values(const Source<E>& source, const E* then) {
         for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
             float* to = values + token / U::EACH * width;
-            source.fetch(source.values, token, token + U::EACH);
+            source.fetch(then, token, token + U::EACH);
             int64_t d = 0;
             for (; d + 32 <= width; d += 32) {
                 f32x16 columns[2];
@@ -440,7 +459,9 @@ class Tile {
           packed_(scratch, cache_.dim, call.width),
           wide_(scratch + Packed<C>::floats(cache_.dim, call.width)),
           q_scales_(wide_ + (WIDENED<C> ? item.heads * queries_ * call.q_width : 0)) {
-        if constexpr (SCALED<C>) {
+        if constexpr (IN_TILES<C>) {
+            for (int64_t h = 0; h < item.heads; h++) put_queries(h);
+        } else if constexpr (SCALED<C>) {
             for (int64_t h = 0; h < item.heads; h++)
                 for (int64_t i = 0; i < queries_; i++) q_scales_[h * queries_ + i] = put_query(query(h, i), wide(h, i));
         } else if constexpr (WIDENED<C>) {
@@ -453,7 +474,8 @@ class Tile {
     // Of working memory.
     static int64_t floats(const Call<E>& call, int64_t queries, int64_t heads) {
         return Packed<C>::floats(call.cache.dim, call.width) +
-               heads * queries * ((WIDENED<C> ? call.q_width : 0) + (SCALED<C> ? 1 : 0));
+               heads * queries * ((WIDENED<C> ? call.q_width : 0) + (SCALED<C> ? 1 : 0)) +
+               (IN_TILES<C> ? heads * std::max<int64_t>(queries, LANES) * call.cache.dim / U::EACH : 0);
     }
 
     int64_t sums_size() const { return Sums::floats(queries_, call_.width); }
@@ -558,6 +580,7 @@ class Tile {
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
         const int64_t begin = from * call_.group, end = to * call_.group;
+        if constexpr (IN_TILES<C>) return visit_in_tiles(h, begin, end, first, source, sums);
         if (queries_ <= FEW)  // which read K and V where they are
             return dispatch<FEW>(end - begin, [&](auto count) { attend<count()>(h, begin, first, source, sums); });
         packed_.fill(source);
@@ -568,6 +591,84 @@ class Tile {
             i = next;
         }
     }
+
+#if defined(PENSTOCK_TILES)
+    // --- in tiles
+
+    // A head's queries: few as columns of words, [words][16], and more as rows.
+    uint32_t* tiled_queries(int64_t h) const {
+        const int64_t words = cache_.dim / U::EACH;
+        return reinterpret_cast<uint32_t*>(wide_) + h * std::max<int64_t>(queries_, LANES) * words;
+    }
+
+    void put_queries(int64_t h) const {
+        const int64_t words = cache_.dim / U::EACH;
+        uint32_t* to = tiled_queries(h);
+        if (queries_ > TILE_ROWS) {
+            for (int64_t i = 0; i < queries_; i++) std::memcpy(to + i * words, query(h, i), words * 4);
+            return;
+        }
+        std::fill(to, to + words * LANES, 0u);
+        for (int64_t i = 0; i < queries_; i++)
+            for (int64_t word = 0; word < words; word++) std::memcpy(to + word * LANES + i, query(h, i) + 2 * word, 4);
+    }
+
+    void visit_in_tiles(int64_t h, int64_t begin, int64_t end, int64_t first, const Source<C>& source, const Sums& sums) {
+        alignas(64) Scores scores[2 * TILE_ROWS];
+        if (queries_ <= TILE_ROWS) {
+            multiply_keys_in_tiles(h, source, scores);
+            packed_.fill_values(source, source.keys);
+            add_in_tiles(begin, end - begin, first, scores + begin, sums);
+            return;
+        }
+        packed_.fill(source);
+        const int64_t words = packed_.units, strips = ceil_div(end - begin, 2 * TILE_ROWS);
+        for (int64_t t = 0, i = begin; t < strips; t++) {
+            const int64_t next = begin + (end - begin) * (t + 1) / strips, rows = next - i;
+            const char* q = reinterpret_cast<const char*>(tiled_queries(h) + i * words);
+            const Line* keys = reinterpret_cast<const Line*>(packed_.keys);
+            const int together = tile_groups(rows);
+            for (int g = 0; g < BLOCK_TOKENS / LANES; g += together)
+                add_words<false>(registers_, rows, together, {q, words * 4, keys + g, BLOCK_TOKENS / LANES, 0, nullptr}, words,
+                                 scores[0] + g * LANES, BLOCK_TOKENS, true);
+            add_in_tiles(i, rows, first, scores, sums);
+            i = next;
+        }
+    }
+
+    // Scores of all of few queries, with K as it lies there; what is there of V is asked for meanwhile.
+    void multiply_keys_in_tiles(int64_t h, const Source<C>& source, Scores* scores) {
+        alignas(64) float columns[BLOCK_TOKENS][LANES];
+        const int64_t words = cache_.dim / U::EACH, stride = source.stride * static_cast<int64_t>(sizeof(C));
+        Ahead<C> ahead(source, source.values, source.count, ceil_div(words, TILE_WORDS) * 4);
+        multiply_columns(registers_, reinterpret_cast<const char*>(source.keys), stride,
+                         reinterpret_cast<const Line*>(tiled_queries(h)), words, columns[0], [&] { ahead.done(BLOCK_TOKENS); });
+        const __m512i rows = _mm512_mullo_epi32(as<__m512i>(lane_numbers()), _mm512_set1_epi32(LANES));
+        for (int64_t i = 0; i < queries_; i++)
+            for (int token = 0; token < BLOCK_TOKENS; token += LANES)
+                store(scores[i] + token, _mm512_i32gather_ps(rows, columns[token] + i, 4));
+    }
+
+    // A block's part of up to 32 queries from the i-th on, whose scores are known and whose V is packed.
+    void add_in_tiles(int64_t i, int64_t rows, int64_t first, Scores* scores, const Sums& sums) {
+        alignas(64) uint32_t weights[2 * TILE_ROWS][BLOCK_TOKENS / U::EACH];
+        for (int64_t r = 0; r < rows; r++) {
+            hide(scores[r], position(i + r) - first);
+            weigh(scores[r], i + r, sums, weights[r]);
+        }
+        const Line* values = reinterpret_cast<const Line*>(packed_.values);
+        const int groups = static_cast<int>(call_.width / LANES), most = tile_groups(rows);
+        for (int g = 0; g < groups; g += most)
+            add_words<false>(registers_, rows, std::min(most, groups - g),
+                             {reinterpret_cast<const char*>(weights), sizeof weights[0], values + g, groups, 0, nullptr},
+                             BLOCK_TOKENS / U::EACH, sums.value + i * call_.width + g * LANES, call_.width, false);
+    }
+
+    TileRegisters registers_;
+#else
+    void put_queries(int64_t) const {}
+    void visit_in_tiles(int64_t, int64_t, int64_t, int64_t, const Source<C>&, const Sums&) {}
+#endif
 
     int64_t position(int64_t i) const { return position_ + i / call_.group; }
 
