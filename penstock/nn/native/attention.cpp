@@ -173,12 +173,15 @@ struct Source {
         transpose(columns);
     }
 
-    // N vectors of units from dimension `d` on; a unit is of as many tokens as it has elements.
-    template <int N>
+    // N vectors of units from dimension `d` on, of which `WHOLE` are there; a unit is of as many tokens as it has elements.
+    template <int N, bool WHOLE = false>
     PENSTOCK_INLINE void values_at(int64_t token, int64_t d, f32x16 (&columns)[N]) const {
         const E* row = values + token * stride + d;
         if constexpr (UnitOf<E>::EACH == 2) {
-            interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, value_dim - d, columns);
+            if constexpr (WHOLE)
+                interleave(row, row + stride, 16 * N, columns);
+            else
+                interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, value_dim - d, columns);
         } else {
             for (int n = 0; n < N; n++) {
                 int64_t there = token < count ? value_dim - d - 16 * n : 0;
@@ -189,12 +192,29 @@ struct Source {
         }
     }
 
+    // So many vectors to memory.
+    PENSTOCK_INLINE void put_values(int64_t token, int64_t d, int64_t vectors, float* to) const {
+        const bool there = token + UnitOf<E>::EACH <= count && d + vectors * 16 <= value_dim;
+        int64_t v = 0;
+        for (; v + 2 <= vectors; v += 2, d += 32) {
+            f32x16 columns[2];
+            there ? values_at<2, true>(token, d, columns) : values_at(token, d, columns);
+            store(to + v * 16, columns[0]);
+            store(to + v * 16 + 16, columns[1]);
+        }
+        if (v < vectors) {
+            f32x16 columns[1];
+            values_at(token, d, columns);
+            store(to + v * 16, columns[0]);
+        }
+    }
+
     // Have some tokens of the next block's K or V on their way while this one's are computed with.
     void fetch(const E* kind, int64_t from, int64_t to) const {
         if (next == 0) return;
         for (int64_t token = from; token < to; token++)
             for (int64_t d = 0; d < dim; d += 64 / static_cast<int64_t>(sizeof(E)))
-                __builtin_prefetch(kind + next + token * stride + d);
+                __builtin_prefetch(kind + next + token * stride + d, 0, 2);
     }
 };
 
@@ -209,7 +229,7 @@ class Ahead {
 
     PENSTOCK_INLINE void done(int64_t work) {
         for (owed_ += work; owed_ >= each_ && left_ > 0; owed_ -= each_, left_--, token_ += stride_)
-            for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(token_ + d);
+            for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(token_ + d, 0, 2);
     }
 
    private:
@@ -231,11 +251,6 @@ struct Packed {
         : keys(memory), values(memory + BLOCK_TOKENS * dim / U::EACH), units(dim / U::EACH), width(width) {}
 
     void fill(const Source<E>& source) {
-        fill_keys(source);
-        fill_values(source, source.values);
-    }
-
-    void fill_keys(const Source<E>& source) {
         for (int64_t unit = 0; unit < units; unit += 16) {
             for (int64_t token = 0; token < BLOCK_TOKENS; token += 16) {
                 f32x16 columns[16];
@@ -246,25 +261,10 @@ struct Packed {
                 for (int64_t c = 0; c < there; c++) store(to + c * BLOCK_TOKENS, columns[c]);
             }
         }
-    }
-
-    // `then`: which of K and V of the next block is asked for meanwhile.
-    void fill_values(const Source<E>& source, const E* then) {
         for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
             float* to = values + token / U::EACH * width;
-            source.fetch(then, token, token + U::EACH);
-            int64_t d = 0;
-            for (; d + 32 <= width; d += 32) {
-                f32x16 columns[2];
-                source.values_at(token, d, columns);
-                store(to + d, columns[0]);
-                store(to + d + 16, columns[1]);
-            }
-            if (d < width) {
-                f32x16 columns[1];
-                source.values_at(token, d, columns);
-                store(to + d, columns[0]);
-            }
+            source.fetch(source.values, token, token + U::EACH);
+            source.put_values(token, 0, width / LANES, to);
         }
     }
 };
@@ -504,9 +504,20 @@ class Tile {
                 E* to = call_.out + (span_.row + item_.row + i / call_.group) * out_stride +
                         ((item_.head + h) * call_.group + i % call_.group) * dim;
                 const float* from = sums.value + i * call_.width;
-                int64_t d = 0;
-                for (; d + 16 <= dim; d += 16) store(to + d, load(from + d) * share);
-                if (d < dim) store(to + d, load(from + d) * share, static_cast<int>(dim - d));
+                for (int64_t d = 0; d < dim; d += 32) {
+                    f32x16 values[2] = {load(from + d)};
+                    if (d + 16 < call_.width) {
+                        values[1] = load(from + d + 16);
+                        if constexpr (U::EACH == 2) in_order(values);  // as V was interleaved
+                    }
+                    for (int64_t n = 0; n < 2 && d + 16 * n < dim; n++) {
+                        const int64_t left = dim - d - 16 * n;
+                        if (left >= 16)
+                            store(to + d + 16 * n, values[n] * share);
+                        else
+                            store(to + d + 16 * n, values[n] * share, static_cast<int>(left));
+                    }
+                }
             }
         }
     }
@@ -617,9 +628,8 @@ class Tile {
         alignas(64) Scores scores[2 * TILE_ROWS];
         if (queries_ <= TILE_ROWS) {
             multiply_keys_in_tiles(h, source, scores);
-            packed_.fill_values(source, source.keys);
-            add_in_tiles(begin, end - begin, first, scores + begin, sums);
-            return;
+            weigh_all(begin, end - begin, first, scores + begin, sums);
+            return add_as_it_lies(begin, static_cast<int>(end - begin), source, sums);
         }
         packed_.fill(source);
         const int64_t words = packed_.units, strips = ceil_div(end - begin, 2 * TILE_ROWS);
@@ -631,39 +641,64 @@ class Tile {
             for (int g = 0; g < BLOCK_TOKENS / LANES; g += together)
                 add_words<false>(registers_, rows, together, {q, words * 4, keys + g, BLOCK_TOKENS / LANES, 0, nullptr}, words,
                                  scores[0] + g * LANES, BLOCK_TOKENS, true);
-            add_in_tiles(i, rows, first, scores, sums);
+            weigh_all(i, rows, first, scores, sums);
+            add_packed(i, static_cast<int>(rows), sums);
             i = next;
         }
     }
 
-    // Scores of all of few queries, with K as it lies there; what is there of V is asked for meanwhile.
+    // Scores of all of few queries, with K as it lies there.
     void multiply_keys_in_tiles(int64_t h, const Source<C>& source, Scores* scores) {
         alignas(64) float columns[BLOCK_TOKENS][LANES];
         const int64_t words = cache_.dim / U::EACH, stride = source.stride * static_cast<int64_t>(sizeof(C));
-        Ahead<C> ahead(source, source.values, source.count, ceil_div(words, TILE_WORDS) * 4);
         multiply_columns(registers_, reinterpret_cast<const char*>(source.keys), stride,
-                         reinterpret_cast<const Line*>(tiled_queries(h)), words, columns[0], [&] { ahead.done(BLOCK_TOKENS); });
+                         reinterpret_cast<const Line*>(tiled_queries(h)), words, columns[0]);
         const __m512i rows = _mm512_mullo_epi32(as<__m512i>(lane_numbers()), _mm512_set1_epi32(LANES));
         for (int64_t i = 0; i < queries_; i++)
             for (int token = 0; token < BLOCK_TOKENS; token += LANES)
                 store(scores[i] + token, _mm512_i32gather_ps(rows, columns[token] + i, 4));
     }
 
-    // A block's part of up to 32 queries from the i-th on, whose scores are known and whose V is packed.
-    void add_in_tiles(int64_t i, int64_t rows, int64_t first, Scores* scores, const Sums& sums) {
-        alignas(64) uint32_t weights[2 * TILE_ROWS][BLOCK_TOKENS / U::EACH];
+    void weigh_all(int64_t i, int64_t rows, int64_t first, Scores* scores, const Sums& sums) {
         for (int64_t r = 0; r < rows; r++) {
             hide(scores[r], position(i + r) - first);
-            weigh(scores[r], i + r, sums, weights[r]);
+            weigh(scores[r], i + r, sums, weights_[r]);
         }
+    }
+
+    // Adds a block's V, which is packed, for up to 32 queries from the i-th on.
+    void add_packed(int64_t i, int rows, const Sums& sums) {
         const Line* values = reinterpret_cast<const Line*>(packed_.values);
         const int groups = static_cast<int>(call_.width / LANES), most = tile_groups(rows);
         for (int g = 0; g < groups; g += most)
             add_words<false>(registers_, rows, std::min(most, groups - g),
-                             {reinterpret_cast<const char*>(weights), sizeof weights[0], values + g, groups, 0, nullptr},
+                             {reinterpret_cast<const char*>(weights_), sizeof weights_[0], values + g, groups, 0, nullptr},
                              BLOCK_TOKENS / U::EACH, sums.value + i * call_.width + g * LANES, call_.width, false);
     }
 
+    // The same of V as it lies in the cache, tile by tile; the next block's K and V are asked for meanwhile.
+    void add_as_it_lies(int64_t i, int rows, const Source<C>& source, const Sums& sums) {
+        constexpr int64_t MOST = 4, TOKENS = TILE_WORDS * U::EACH;
+        alignas(64) Line lines[TILE_WORDS * MOST];
+        const int64_t groups = call_.width / LANES, tokens = source.next ? BLOCK_TOKENS : 0, each = ceil_div(groups, MOST);
+        Ahead<C> keys(source, source.keys + source.next, tokens, each), values(source, source.values + source.next, tokens, each);
+        for (int64_t g = 0; g < groups; g += MOST) {
+            const int64_t some = std::min(MOST, groups - g);
+            for (int64_t token = 0; token < BLOCK_TOKENS; token += TOKENS) {
+                for (int64_t word = 0; word < TILE_WORDS; word++) {
+                    const int64_t at = token + word * U::EACH;
+                    keys.done(U::EACH);
+                    values.done(U::EACH);
+                    source.put_values(at, g * LANES, some, reinterpret_cast<float*>(lines + word * some));
+                }
+                const char* weights = reinterpret_cast<const char*>(weights_[0] + token / U::EACH);
+                add_words<false>(registers_, rows, some, {weights, sizeof weights_[0], lines, some, 0, nullptr}, TILE_WORDS,
+                                 sums.value + i * call_.width + g * LANES, call_.width, false);
+            }
+        }
+    }
+
+    alignas(64) uint32_t weights_[2 * TILE_ROWS][BLOCK_TOKENS / U::EACH];
     TileRegisters registers_;
 #else
     void put_queries(int64_t) const {}
@@ -795,7 +830,6 @@ class Tile {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            if constexpr (SCALED<C>) in_order(found[r]);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 float* sum = to + r * call_.width + d + 16 * n;

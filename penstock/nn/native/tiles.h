@@ -26,28 +26,31 @@ constexpr int64_t TILE_WORDS = 16;
 // Up to so many rows, sums of four groups of 16 outputs are in registers; of up to twice as many, those of two groups.
 constexpr int tile_groups(int64_t rows) { return rows <= TILE_ROWS ? 4 : 2; }
 
-// While there is one, a thread's registers are for tiles of so many rows.
+// While there is one, a thread's registers are for tiles: of so many rows, by so many words of each.
 class TileRegisters {
   public:
     ~TileRegisters() {
         if (rows_) _tile_release();
     }
-    void shape(int rows) {
-        if (rows == rows_) return;
+    void shape(int rows, int words = TILE_WORDS) {
+        if (rows == rows_ && words == words_) return;
         rows_ = rows;
+        words_ = words;
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint16_t bytes[16] = {64, 64, 64, 64};
             uint8_t rows[16] = {};
         } all;
-        const uint8_t few = std::min(rows, TILE_ROWS), more = rows > TILE_ROWS ? rows - TILE_ROWS : rows;
-        const uint8_t of_registers[8] = {few, few, more, more, few, rows > TILE_ROWS ? more : uint8_t{16}, 16, 16};
+        const bool many = rows > TILE_ROWS;
+        const uint8_t few = many ? TILE_ROWS : rows, more = many ? rows - TILE_ROWS : rows, lines = words;
+        const uint8_t of_registers[8] = {few, few, more, more, few, many ? more : lines, lines, lines};
         std::memcpy(all.rows, of_registers, sizeof of_registers);
+        for (int i = 4; i < 8; i++) all.bytes[i] = i == 4 || (i == 5 && many) ? words * 4 : 64;
         _tile_loadconfig(&all);
     }
 
   private:
-    int rows_ = 0;
+    int rows_ = 0, words_ = 0;
 };
 
 // Where tiles come from. Rows and lines are `x_stride` bytes and `apart` lines away from one another; in each step of 16
@@ -149,7 +152,7 @@ template <bool WHOLE>
 void add_words(TileRegisters& registers, int rows, int groups, TileInputs from, int64_t words, void* sums, int64_t width,
                bool begin) {
     tiles_are_read();
-    registers.shape(rows);
+    registers.shape(rows, static_cast<int>(std::min(words, TILE_WORDS)));
     const bool many = rows > TILE_ROWS;
     char *here = static_cast<char*>(sums), *more = many ? here + TILE_ROWS * width * 4 : here + 2 * LANES * 4;
     const int64_t stride = width * 4;
@@ -164,7 +167,7 @@ void add_words(TileRegisters& registers, int rows, int groups, TileInputs from, 
         if (many || groups > 2) _tile_loadd(2, more, stride);
         if (many ? groups > 1 : groups > 3) _tile_loadd(3, more + LANES * 4, stride);
     }
-    const int64_t steps = words / TILE_WORDS, whole = steps * TILE_WORDS;
+    const int64_t steps = std::max<int64_t>(1, words / TILE_WORDS), whole = std::min(words, steps * TILE_WORDS);
     add_tiles<WHOLE>(rows, groups, from, steps);
     from.x += whole * 4;
     from.lines += whole * from.apart;
@@ -176,10 +179,9 @@ void add_words(TileRegisters& registers, int rows, int groups, TileInputs from, 
 }
 
 // The other way round: of 64 rows, `stride` bytes apart, products with up to 16 columns, [words][16], to [64][16] sums.
-// Their bits are those of `add_words`. After every 16 rows' 16 words `then` is called.
-template <class Then>
-void multiply_columns(TileRegisters& registers, const char* rows, int64_t stride, const Line* columns, int64_t words,
-                      float* to, Then&& then) {
+// Their bits are those of `add_words`.
+inline void multiply_columns(TileRegisters& registers, const char* rows, int64_t stride, const Line* columns,
+                             int64_t words, float* to) {
     tiles_are_read();
     registers.shape(TILE_ROWS);
     _tile_zero(0);
@@ -191,16 +193,12 @@ void multiply_columns(TileRegisters& registers, const char* rows, int64_t stride
         _tile_loadd(5, lines, sizeof(Line));
         _tile_loadd(4, from, stride);
         _tile_dpbf16ps(0, 4, 5);
-        then();
         _tile_loadd(6, from + tile, stride);
         _tile_dpbf16ps(1, 6, 5);
-        then();
         _tile_loadd(7, from + 2 * tile, stride);
         _tile_dpbf16ps(2, 7, 5);
-        then();
         _tile_loadd(4, from + 3 * tile, stride);
         _tile_dpbf16ps(3, 4, 5);
-        then();
     };
     const int64_t whole = words / TILE_WORDS * TILE_WORDS;
     for (int64_t word = 0; word < whole; word += TILE_WORDS) add(rows + word * 4, stride, tile, columns + word);
