@@ -96,7 +96,7 @@ def test_a_processor_gets_the_best_set_that_it_has():
         ("x86_64", skylake | {"avx512_vnni"}, "avx512_vnni"),
         ("x86_64", skylake | {"avx512_bf16"}, "avx512"),
         ("x86_64", skylake | {"avx512_vnni", "avx512_bf16"}, "avx512_bf16"),
-        ("x86_64", skylake | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}, "avx512_bf16"),
+        ("x86_64", skylake | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}, "amx"),
         ("arm64", set(), "neon"),
         ("aarch64", {"asimd", "asimddp", "i8mm", "bf16"}, "neon_bf16"),
         ("riscv64", haswell, None),

@@ -12,6 +12,7 @@
 #include "lanes.h"
 #include "pack.h"
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace penstock {
@@ -122,6 +123,15 @@ constexpr bool SCALED = std::is_same_v<E, int8_t>;
 template <class E>
 constexpr bool WIDENED = sizeof(E) * UnitOf<E>::EACH != 4 || UnitOf<E>::WORDS != 1;
 
+// Whether products with the cache's values are made in tiles: of up to 16 queries with K as it lies in the cache, of more
+// with a packed block. Bits are the same (tiles.h).
+template <class E>
+#if defined(PENSTOCK_TILES)
+constexpr bool IN_TILES = std::is_same_v<E, bf16>;
+#else
+constexpr bool IN_TILES = false;
+#endif
+
 // 16 units, or up to 16 and zeros.
 template <class E>
 inline f32x16 units_at(const E* from) {
@@ -164,12 +174,15 @@ struct Source {
         transpose(columns);
     }
 
-    // N vectors of units from dimension `d` on; a unit is of as many tokens as it has elements.
-    template <int N>
+    // N vectors of units from dimension `d` on, of which `WHOLE` are there; a unit is of as many tokens as it has elements.
+    template <int N, bool WHOLE = false>
     PENSTOCK_INLINE void values_at(int64_t token, int64_t d, f32x16 (&columns)[N]) const {
         const E* row = values + token * stride + d;
         if constexpr (UnitOf<E>::EACH == 2) {
-            interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, value_dim - d, columns);
+            if constexpr (WHOLE)
+                interleave(row, row + stride, 16 * N, columns);
+            else
+                interleave(token < count ? row : nullptr, token + 1 < count ? row + stride : nullptr, value_dim - d, columns);
         } else {
             for (int n = 0; n < N; n++) {
                 int64_t there = token < count ? value_dim - d - 16 * n : 0;
@@ -180,12 +193,29 @@ struct Source {
         }
     }
 
+    // So many vectors to memory.
+    PENSTOCK_INLINE void put_values(int64_t token, int64_t d, int64_t vectors, float* to) const {
+        const bool there = token + UnitOf<E>::EACH <= count && d + vectors * 16 <= value_dim;
+        int64_t v = 0;
+        for (; v + 2 <= vectors; v += 2, d += 32) {
+            f32x16 columns[2];
+            there ? values_at<2, true>(token, d, columns) : values_at(token, d, columns);
+            store(to + v * 16, columns[0]);
+            store(to + v * 16 + 16, columns[1]);
+        }
+        if (v < vectors) {
+            f32x16 columns[1];
+            values_at(token, d, columns);
+            store(to + v * 16, columns[0]);
+        }
+    }
+
     // Have some tokens of the next block's K or V on their way while this one's are computed with.
     void fetch(const E* kind, int64_t from, int64_t to) const {
         if (next == 0) return;
         for (int64_t token = from; token < to; token++)
             for (int64_t d = 0; d < dim; d += 64 / static_cast<int64_t>(sizeof(E)))
-                __builtin_prefetch(kind + next + token * stride + d);
+                __builtin_prefetch(kind + next + token * stride + d, 0, 2);
     }
 };
 
@@ -200,7 +230,7 @@ class Ahead {
 
     PENSTOCK_INLINE void done(int64_t work) {
         for (owed_ += work; owed_ >= each_ && left_ > 0; owed_ -= each_, left_--, token_ += stride_)
-            for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(token_ + d);
+            for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(token_ + d, 0, 2);
     }
 
    private:
@@ -235,18 +265,7 @@ struct Packed {
         for (int64_t token = 0; token < BLOCK_TOKENS; token += U::EACH) {
             float* to = values + token / U::EACH * width;
             source.fetch(source.values, token, token + U::EACH);
-            int64_t d = 0;
-            for (; d + 32 <= width; d += 32) {
-                f32x16 columns[2];
-                source.values_at(token, d, columns);
-                store(to + d, columns[0]);
-                store(to + d + 16, columns[1]);
-            }
-            if (d < width) {
-                f32x16 columns[1];
-                source.values_at(token, d, columns);
-                store(to + d, columns[0]);
-            }
+            source.put_values(token, 0, width / LANES, to);
         }
     }
 };
@@ -442,7 +461,9 @@ class Tile {
           packed_(scratch, cache_.dim, call.width),
           wide_(scratch + Packed<C>::floats(cache_.dim, call.width)),
           q_scales_(wide_ + (WIDENED<C> ? item.heads * queries_ * call.q_width : 0)) {
-        if constexpr (SCALED<C>) {
+        if constexpr (IN_TILES<C>) {
+            for (int64_t h = 0; h < item.heads; h++) put_queries(h);
+        } else if constexpr (SCALED<C>) {
             for (int64_t h = 0; h < item.heads; h++)
                 for (int64_t i = 0; i < queries_; i++) q_scales_[h * queries_ + i] = put_query(query(h, i), wide(h, i));
         } else if constexpr (WIDENED<C>) {
@@ -455,7 +476,8 @@ class Tile {
     // Of working memory.
     static int64_t floats(const Call<E>& call, int64_t queries, int64_t heads) {
         return Packed<C>::floats(call.cache.dim, call.width) +
-               heads * queries * ((WIDENED<C> ? call.q_width : 0) + (SCALED<C> ? 1 : 0));
+               heads * queries * ((WIDENED<C> ? call.q_width : 0) + (SCALED<C> ? 1 : 0)) +
+               (IN_TILES<C> ? heads * std::max<int64_t>(queries, LANES) * call.cache.dim / U::EACH : 0);
     }
 
     int64_t sums_size() const { return Sums::floats(queries_, call_.width); }
@@ -484,9 +506,20 @@ class Tile {
                 E* to = call_.out + (span_.row + item_.row + i / call_.group) * out_stride +
                         ((item_.head + h) * call_.group + i % call_.group) * dim;
                 const float* from = sums.value + i * call_.width;
-                int64_t d = 0;
-                for (; d + 16 <= dim; d += 16) store(to + d, load(from + d) * share);
-                if (d < dim) store(to + d, load(from + d) * share, static_cast<int>(dim - d));
+                for (int64_t d = 0; d < dim; d += 32) {
+                    f32x16 values[2] = {load(from + d)};
+                    if (d + 16 < call_.width) {
+                        values[1] = load(from + d + 16);
+                        if constexpr (U::EACH == 2) in_order(values);  // as V was interleaved
+                    }
+                    for (int64_t n = 0; n < 2 && d + 16 * n < dim; n++) {
+                        const int64_t left = dim - d - 16 * n;
+                        if (left >= 16)
+                            store(to + d + 16 * n, values[n] * share);
+                        else
+                            store(to + d + 16 * n, values[n] * share, static_cast<int>(left));
+                    }
+                }
             }
         }
     }
@@ -560,6 +593,7 @@ class Tile {
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
         const int64_t begin = from * call_.group, end = to * call_.group;
+        if constexpr (IN_TILES<C>) return visit_in_tiles(h, begin, end, first, source, sums);
         if (queries_ <= FEW)  // which read K and V where they are
             return dispatch<FEW>(end - begin, [&](auto count) { attend<count()>(h, begin, first, source, sums); });
         packed_.fill(source);
@@ -570,6 +604,108 @@ class Tile {
             i = next;
         }
     }
+
+#if defined(PENSTOCK_TILES)
+    // --- in tiles
+
+    // A head's queries: few as columns of words, [words][16], and more as rows.
+    uint32_t* tiled_queries(int64_t h) const {
+        const int64_t words = cache_.dim / U::EACH;
+        return reinterpret_cast<uint32_t*>(wide_) + h * std::max<int64_t>(queries_, LANES) * words;
+    }
+
+    void put_queries(int64_t h) const {
+        const int64_t words = cache_.dim / U::EACH;
+        uint32_t* to = tiled_queries(h);
+        if (queries_ > TILE_ROWS) {
+            for (int64_t i = 0; i < queries_; i++) std::memcpy(to + i * words, query(h, i), words * 4);
+            return;
+        }
+        std::fill(to, to + words * LANES, 0u);
+        for (int64_t i = 0; i < queries_; i++)
+            for (int64_t word = 0; word < words; word++) std::memcpy(to + word * LANES + i, query(h, i) + 2 * word, 4);
+    }
+
+    void visit_in_tiles(int64_t h, int64_t begin, int64_t end, int64_t first, const Source<C>& source, const Sums& sums) {
+        alignas(64) Scores scores[2 * TILE_ROWS];
+        if (queries_ <= TILE_ROWS) {
+            multiply_keys_in_tiles(h, source, scores);
+            weigh_all(begin, end - begin, first, scores + begin, sums);
+            return add_as_it_lies(begin, static_cast<int>(end - begin), source, sums);
+        }
+        packed_.fill(source);
+        const int64_t words = packed_.units, strips = ceil_div(end - begin, 2 * TILE_ROWS);
+        for (int64_t t = 0, i = begin; t < strips; t++) {
+            const int64_t next = begin + (end - begin) * (t + 1) / strips, rows = next - i;
+            const char* q = reinterpret_cast<const char*>(tiled_queries(h) + i * words);
+            const Line* keys = reinterpret_cast<const Line*>(packed_.keys);
+            const int together = tile_groups(rows);
+            for (int g = 0; g < BLOCK_TOKENS / LANES; g += together)
+                add_words<false>(registers_, rows, together, {q, words * 4, keys + g, BLOCK_TOKENS / LANES, 0, nullptr}, words,
+                                 scores[0] + g * LANES, BLOCK_TOKENS, true);
+            weigh_all(i, rows, first, scores, sums);
+            add_packed(i, static_cast<int>(rows), sums);
+            i = next;
+        }
+    }
+
+    // Scores of all of few queries, with K as it lies there.
+    void multiply_keys_in_tiles(int64_t h, const Source<C>& source, Scores* scores) {
+        alignas(64) float columns[BLOCK_TOKENS][LANES];
+        const int64_t words = cache_.dim / U::EACH, stride = source.stride * static_cast<int64_t>(sizeof(C));
+        multiply_columns(registers_, reinterpret_cast<const char*>(source.keys), stride,
+                         reinterpret_cast<const Line*>(tiled_queries(h)), words, columns[0]);
+        const __m512i rows = _mm512_mullo_epi32(as<__m512i>(lane_numbers()), _mm512_set1_epi32(LANES));
+        for (int64_t i = 0; i < queries_; i++)
+            for (int token = 0; token < BLOCK_TOKENS; token += LANES)
+                store(scores[i] + token, _mm512_i32gather_ps(rows, columns[token] + i, 4));
+    }
+
+    void weigh_all(int64_t i, int64_t rows, int64_t first, Scores* scores, const Sums& sums) {
+        for (int64_t r = 0; r < rows; r++) {
+            hide(scores[r], position(i + r) - first);
+            weigh(scores[r], i + r, sums, weights_[r]);
+        }
+    }
+
+    // Adds a block's V, which is packed, for up to 32 queries from the i-th on.
+    void add_packed(int64_t i, int rows, const Sums& sums) {
+        const Line* values = reinterpret_cast<const Line*>(packed_.values);
+        const int groups = static_cast<int>(call_.width / LANES), most = tile_groups(rows);
+        for (int g = 0; g < groups; g += most)
+            add_words<false>(registers_, rows, std::min(most, groups - g),
+                             {reinterpret_cast<const char*>(weights_), sizeof weights_[0], values + g, groups, 0, nullptr},
+                             BLOCK_TOKENS / U::EACH, sums.value + i * call_.width + g * LANES, call_.width, false);
+    }
+
+    // The same of V as it lies in the cache, tile by tile; the next block's K and V are asked for meanwhile.
+    void add_as_it_lies(int64_t i, int rows, const Source<C>& source, const Sums& sums) {
+        constexpr int64_t MOST = 4, TOKENS = TILE_WORDS * U::EACH;
+        alignas(64) Line lines[TILE_WORDS * MOST];
+        const int64_t groups = call_.width / LANES, tokens = source.next ? BLOCK_TOKENS : 0, each = ceil_div(groups, MOST);
+        Ahead<C> keys(source, source.keys + source.next, tokens, each), values(source, source.values + source.next, tokens, each);
+        for (int64_t g = 0; g < groups; g += MOST) {
+            const int64_t some = std::min(MOST, groups - g);
+            for (int64_t token = 0; token < BLOCK_TOKENS; token += TOKENS) {
+                for (int64_t word = 0; word < TILE_WORDS; word++) {
+                    const int64_t at = token + word * U::EACH;
+                    keys.done(U::EACH);
+                    values.done(U::EACH);
+                    source.put_values(at, g * LANES, some, reinterpret_cast<float*>(lines + word * some));
+                }
+                const char* weights = reinterpret_cast<const char*>(weights_[0] + token / U::EACH);
+                add_words<false>(registers_, rows, some, {weights, sizeof weights_[0], lines, some, 0, nullptr}, TILE_WORDS,
+                                 sums.value + i * call_.width + g * LANES, call_.width, false);
+            }
+        }
+    }
+
+    alignas(64) uint32_t weights_[2 * TILE_ROWS][BLOCK_TOKENS / U::EACH];
+    TileRegisters registers_;
+#else
+    void put_queries(int64_t) const {}
+    void visit_in_tiles(int64_t, int64_t, int64_t, int64_t, const Source<C>&, const Sums&) {}
+#endif
 
     int64_t position(int64_t i) const { return position_ + i / call_.group; }
 
@@ -696,7 +832,6 @@ class Tile {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            if constexpr (SCALED<C>) in_order(found[r]);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 float* sum = to + r * call_.width + d + 16 * n;

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
 
 namespace penstock {
@@ -64,9 +65,24 @@ void penstock_read(const void* memory, int64_t bytes) {
     });
 }
 
-// On every thread, `times` (a multiple of PIECES) * SUMS instructions that multiply and add numbers of float32, or of
-// bfloat16 where there are instructions for that. Returns how many multiplications that is for a thread.
+// On every thread, `times` (a multiple of PIECES) * SUMS instructions, or four of tiles, that multiply and add numbers of
+// float32, or of bfloat16 where there are instructions for that. Returns how many multiplications that is for a thread.
 int64_t penstock_multiply(int64_t times, int64_t is_bf16) {
+#if defined(PENSTOCK_TILES)
+    if (is_bf16) {
+        parallel_for(PIECES * threads(), [&](int) {
+            TileRegisters registers;
+            registers.shape(2 * TILE_ROWS);
+            for (int64_t i = 0; i < times / PIECES; i++) {
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        });
+        return times * 4 * TILE_ROWS * TILE_WORDS * 2 * LANES;
+    }
+#endif
 #if defined(__AVX512BF16__)
     if (is_bf16) {
         const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(times));

@@ -9,13 +9,26 @@
 
 #include "pack.h"
 #include "pool.h"
+#include "tiles.h"
 
 namespace penstock {
 namespace {
 
 // What is summed at once in registers: ROWS rows by all groups of a panel, or, where registers have room for fewer, by one
 // of them; of FEW_ROWS by both.
-constexpr int ROWS = 6;
+// Of bfloat16 that are multiplied in tiles, ROWS by as many groups as there is room for (tiles.h).
+template <class T>
+#if defined(PENSTOCK_TILES)
+constexpr bool IN_TILES = sizeof(T) == 2;
+#else
+constexpr bool IN_TILES = false;
+#endif
+template <class T>
+constexpr int ROWS = IN_TILES<T> ? 32 : 6;
+template <class T>
+constexpr int STREAMED = IN_TILES<T> ? 16 : 6;  // rows that need each line once
+template <class T>
+constexpr int64_t WORDS = IN_TILES<T> ? 16 : 1;  // that sums are made of at once
 #if defined(__AVX512F__)
 constexpr bool WIDE = true;
 #else
@@ -28,7 +41,8 @@ constexpr int64_t SOME_STEPS = 512 / GROUPS;   // 32 KiB
 constexpr int64_t MANY_STEPS = 4096 / GROUPS;  // 256 KiB, which second caches have room for
 constexpr int64_t TILED_STEPS = 256 / GROUPS;  // 16 KiB, beside which a first cache has room for a tile's inputs
 constexpr int64_t MANY_TILES = 8;
-constexpr int64_t ROWS_AT_ONCE = 32 * ROWS;
+template <class T>
+constexpr int64_t ROWS_AT_ONCE = IN_TILES<T> ? 256 : 192;
 constexpr int64_t AHEAD = 8192 / sizeof(Line);  // lines that are asked for before they are used
 constexpr int64_t ALONE = 2048;                 // lines times rows that are not worth waking another thread for
 constexpr int64_t TASK = 16384;                 // lines that a task has at most, where there are many
@@ -140,7 +154,7 @@ Tile tile_of_rows(int rows) {
     if constexpr (WIDE || G == 1) {
         static constexpr Tile TILES[] = {tile<T, 1, G, FETCH>, tile<T, 2, G, FETCH>, tile<T, 3, G, FETCH>,
                                          tile<T, 4, G, FETCH>, tile<T, 5, G, FETCH>, tile<T, 6, G, FETCH>};
-        static_assert(sizeof TILES / sizeof *TILES == ROWS);
+        static_assert(sizeof TILES / sizeof *TILES == ROWS<float>);
         return TILES[rows - 1];
     } else {
         static constexpr Tile TILES[] = {tile<T, 1, G, FETCH>, tile<T, 2, G, FETCH>, tile<T, 3, G, FETCH>};
@@ -159,7 +173,11 @@ Tile tile_that_fetches(int rows, int fetch) {
 }
 
 // How many groups of a panel's a tile of so many rows takes at once.
+template <class T>
 int at_once(int rows, int groups) {
+#if defined(PENSTOCK_TILES)
+    if (IN_TILES<T>) return std::min(groups, tile_groups(rows));
+#endif
 #if defined(__AVX512F__)
     return rows ? groups : 0;
 #else
@@ -188,13 +206,18 @@ struct Product {
     Out* out;
     int64_t out_stride;
 
-    // Rows [row, row + rows), at most ROWS_AT_ONCE, of panels [first, last). `begins`: nobody has asked for the first
+    // Rows [row, row + rows), at most ROWS_AT_ONCE<T>, of panels [first, last). `begins`: nobody has asked for the first
     // panel's lines. Those up to panel `until` are asked for here: whoever does this is likely to go on with them.
     void operator()(int64_t row, int64_t rows, int64_t first, int64_t last, bool begins, int64_t until) const {
         const Line* end = weight.lines + until * GROUPS * weight.steps();
         const Tiles warm(rows, false), cold(rows, true);
+#if defined(PENSTOCK_TILES)
+        TileRegisters registers;
+#else
+        const int registers = 0;
+#endif
         for (int64_t panel = first; panel < last; panel++)
-            one(row, panel, begins && panel == first ? cold : warm, warm, end);
+            one(row, panel, begins && panel == first ? cold : warm, warm, end, registers);
     }
 
     // How tiles share rows, and of each step's lines of the next block those that they ask for.
@@ -202,11 +225,11 @@ struct Product {
         struct Part {
             int64_t first, rows, from, lines;
         };
-        Part parts[ROWS_AT_ONCE / ROWS];
+        Part parts[ROWS_AT_ONCE<T> / ROWS<T>];
         int64_t count, rows;
         bool streams;  // the first one reads from memory itself, and asks for what it is about to use
 
-        Tiles(int64_t rows, bool cold) : count((rows + ROWS - 1) / ROWS), rows(rows), streams(cold || count == 1) {
+        Tiles(int64_t rows, bool cold) : count((rows + ROWS<T> - 1) / ROWS<T>), rows(rows), streams(cold || rows <= STREAMED<T>) {
             const int64_t shares = count - streams;
             for (int64_t t = 0; t < count; t++) {
                 const int64_t first = rows * t / count, share = t - streams;
@@ -220,17 +243,21 @@ struct Product {
     // Lines come from memory once, also when several tiles use them: a block of them stays in a cache while one tile
     // after the other adds it to its sums, and all along the next block is on its way, which may be the next panel's.
     // `opening` is for the first block, `tiles` for the others; `end` is where nobody will have use for lines.
-    void one(int64_t row, int64_t panel, const Tiles& opening, const Tiles& tiles, const Line* end) const {
-        alignas(64) static thread_local float sums[ROWS_AT_ONCE * PANEL];
+    template <class Registers>
+    void one(int64_t row, int64_t panel, const Tiles& opening, const Tiles& tiles, const Line* end,
+             Registers& registers) const {
+        alignas(64) static thread_local float sums[ROWS_AT_ONCE<T> * PANEL];
         const int64_t steps = weight.steps();
         int64_t groups;
         const Line* lines = weight.group(panel * GROUPS, &groups);
-        const int64_t most = tiles.count == 1 && at_once(tiles.rows, groups) == groups ? steps
+        const int64_t most = tiles.count == 1 && at_once<T>(tiles.rows, groups) == groups ? steps
                              : TILED<T>                                               ? TILED_STEPS
+                             : IN_TILES<T>                                            ? SOME_STEPS
                              : tiles.count <= 2                                       ? FEW_STEPS
                              : tiles.count < MANY_TILES                               ? SOME_STEPS
                                                                                       : MANY_STEPS;
-        const int64_t blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
+        const int64_t blocks = (steps + most - 1) / most, even = (steps + blocks - 1) / blocks;
+        const int64_t block = (even + WORDS<T> - 1) / WORDS<T> * WORDS<T>;
         for (int64_t from = 0; from < steps; from += block) {
             const int64_t count = std::min(block, steps - from);
             const Line *here = lines + from * groups, *next = here + count * groups;
@@ -243,7 +270,19 @@ struct Product {
                 const char* inputs = inputs_of(row, part, from);
                 const char* then = t + 1 < now.count ? inputs_of(row, now.parts[t + 1], from)
                                                      : inputs_of(row, now.parts[0], from + count < steps ? from + count : 0);
-                const int together = at_once(part.rows, groups);
+                const int together = at_once<T>(part.rows, groups);
+#if defined(PENSTOCK_TILES)
+                if constexpr (IN_TILES<T>) {
+                    const int64_t passes = (groups + together - 1) / together, each = fetch * TILE_WORDS / passes;
+                    for (int64_t pass = 0; pass < passes; pass++) {
+                        const int g = pass * together;
+                        const TileInputs at{inputs, x_stride, here + g, groups, each, ahead + pass * each * (count / TILE_WORDS)};
+                        add_words<false>(registers, part.rows, std::min<int>(together, groups - g), at, count,
+                                         sums + part.first * PANEL + g * LANES, PANEL, from == 0);
+                    }
+                    continue;
+                }
+#endif
                 for (int g = 0; g < groups; g += together)
                     tile_of<T>(part.rows, together, g == 0 ? fetch : 0)(
                         inputs, x_stride, here + g, groups, count, sums + part.first * PANEL + g * LANES, from == 0,
@@ -301,9 +340,9 @@ void widen_rows(const T* x, int64_t x_stride, int64_t rows, int64_t ins, int64_t
 struct Blocks {
     int64_t count, block;
 
-    // Of at most so many rows.
-    Blocks(int64_t rows, int64_t most) : count((rows + most - 1) / most) {
-        block = count ? ((rows + count - 1) / count + ROWS - 1) / ROWS * ROWS : 0;
+    // Of at most so many rows, and whole tiles.
+    Blocks(int64_t rows, int64_t most, int64_t tile) : count((rows + most - 1) / most) {
+        block = count ? ((rows + count - 1) / count + tile - 1) / tile * tile : 0;
     }
 };
 
@@ -330,19 +369,19 @@ void multiply_tiled(const Packed<T>& weight, const T* x, int64_t x_stride, int64
                     int64_t out_stride) {
     static thread_local std::vector<float> tiles;
     const int64_t width = weight.steps() * Packed<T>::IN_WORD;
-    const int64_t cached = CACHED_BYTES / (width * static_cast<int64_t>(sizeof(float))) / ROWS * ROWS;
-    const Blocks blocks(rows, std::clamp<int64_t>(cached, 2 * ROWS, ROWS_AT_ONCE));
+    const int64_t cached = CACHED_BYTES / (width * static_cast<int64_t>(sizeof(float))) / ROWS<T> * ROWS<T>;
+    const Blocks blocks(rows, std::clamp<int64_t>(cached, 2 * ROWS<T>, ROWS_AT_ONCE<T>), ROWS<T>);
     if (static_cast<int64_t>(tiles.size()) < rows * width) tiles.resize(rows * width);
     float* to = tiles.data();
-    const int64_t most = blocks.block / ROWS;
+    const int64_t most = blocks.block / ROWS<T>;
     const auto widen_tile = [&](int64_t task) {
         const int64_t row = task / most * blocks.block, count = std::min(blocks.block, rows - row), t = task % most;
-        const int64_t parts = (count + ROWS - 1) / ROWS;
+        const int64_t parts = (count + ROWS<T> - 1) / ROWS<T>;
         if (t >= parts) return;
         const int64_t first = row + count * t / parts, last = row + count * (t + 1) / parts;
         widen_rows(x + first * x_stride, x_stride, last - first, weight.ins, width, to + first * width);
     };
-    if (rows <= ROWS)
+    if (rows <= ROWS<T>)
         widen_tile(0);
     else
         parallel_for(static_cast<int>(blocks.count * most), widen_tile);
@@ -358,8 +397,8 @@ void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows,
             int64_t out_stride) {
     const int64_t ins = weight.steps() * Packed<T>::IN_WORD;
     if constexpr (TILED<T>) {
-        const int64_t fit = TILED_BYTES / sizeof(float) / ins / ROWS_AT_ONCE * ROWS_AT_ONCE;
-        const int64_t most = std::max<int64_t>(ROWS_AT_ONCE, fit);
+        const int64_t fit = TILED_BYTES / sizeof(float) / ins / ROWS_AT_ONCE<T> * ROWS_AT_ONCE<T>;
+        const int64_t most = std::max<int64_t>(ROWS_AT_ONCE<T>, fit);
         for (int64_t row = 0; row < rows; row += most)
             multiply_tiled(weight, x + row * x_stride, x_stride, std::min(most, rows - row), bias,
                            out + row * out_stride, out_stride);
@@ -374,7 +413,7 @@ void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows,
     }
     multiply<T, Out>({weight, reinterpret_cast<const char*>(x), x_stride * static_cast<int64_t>(sizeof(T)), bias, out,
                       out_stride},
-                     rows, Blocks(rows, ROWS_AT_ONCE));
+                     rows, Blocks(rows, ROWS_AT_ONCE<T>, ROWS<T>));
 }
 
 template void linear(const Packed<float>&, const float*, int64_t, int64_t, const float*, float*, int64_t);
@@ -406,6 +445,18 @@ void some_outputs(const Packed<T>& weight, const T* x, const int64_t* groups, fl
 
 template <class T>
 void outputs(const Packed<T>& weight, const T* x, const int64_t* groups, int64_t count, float* out) {
+#if defined(PENSTOCK_TILES)
+    if constexpr (IN_TILES<T>) {
+        TileRegisters registers;
+        for (int64_t g = 0; g < count; g++) {
+            int64_t apart;
+            const Line* lines = weight.group(groups[g], &apart);
+            const TileInputs from{reinterpret_cast<const char*>(x), 0, lines, apart, TILE_WORDS, lines + 4 * TILE_WORDS};
+            add_words<false>(registers, 1, 1, from, weight.steps(), out + g * LANES, LANES, true);
+        }
+        return;
+    }
+#endif
     for (; count >= 4; count -= 4, groups += 4, out += 4 * LANES) some_outputs<T, 4>(weight, x, groups, out);
     for (; count > 0; count--, groups++, out += LANES) some_outputs<T, 1>(weight, x, groups, out);
 }

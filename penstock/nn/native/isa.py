@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
 from collections.abc import Iterable
@@ -35,15 +36,17 @@ def _of(name: str, machine: str, flags: str, needs: str) -> InstructionSet:
 
 AVX2 = "avx2 bmi1 bmi2 f16c fma movbe"
 AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+AMX = "amx_tile amx_int8 amx_bf16"
 V4 = "-march=x86-64-v4"
 BF16 = f"{V4} -mavx512vnni -mavx512bf16"
 
-# of each machine the least first; a processor with AMX has avx512_bf16, as there are no kernels for tiles yet
+# of each machine the least first
 SETS = (
     _of("avx2", "x86_64", "-march=x86-64-v3", AVX2),
     _of("avx512", "x86_64", V4, AVX512),
     _of("avx512_vnni", "x86_64", f"{V4} -mavx512vnni", f"{AVX512} avx512_vnni"),
     _of("avx512_bf16", "x86_64", BF16, f"{AVX512} avx512_vnni avx512_bf16"),
+    _of("amx", "x86_64", f"{BF16} -mamx-tile -mamx-int8 -mamx-bf16", f"{AVX512} avx512_vnni avx512_bf16 {AMX}"),
     _of("neon", "aarch64", "-march=armv8-a", ""),
     _of("neon_bf16", "aarch64", "-march=armv8.2-a+dotprod+i8mm+bf16", "asimddp bf16 i8mm"),
 )  # fmt: skip
@@ -57,7 +60,16 @@ def processor_features() -> frozenset[str]:
     except OSError:
         return frozenset()
     found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(found.partition(":")[2].split())
+    features = frozenset(found.partition(":")[2].split())
+    return features if tiles_granted() else features - set(AMX.split())
+
+
+def tiles_granted() -> bool:
+    """Asks Linux for the registers of tiles, which a process gets only so; its threads and what it forks have them too."""
+    if machine_name(platform.machine()) != "x86_64":
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # asm/unistd_64.h; asm/prctl.h, ARCH_REQ_XCOMP_PERM; XFEATURE_XTILE_DATA
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 def machine_name(machine: str) -> str:

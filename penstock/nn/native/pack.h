@@ -71,30 +71,19 @@ inline f32x16 pairs(i16x32 first, i16x32 second) {
         45, 14, 46, 15, 47));
 }
 
-// (first[i], second[i]) for i < count in N vectors, 0 beyond; a row that is null is 0.
-template <int N>
-PENSTOCK_INLINE void interleave(const bf16* first, const bf16* second, int64_t count, f32x16 (&to)[N]) {
-    auto row = [&](const bf16* from, int64_t at) {
-        if (from == nullptr || at >= count) return i16x32{};
-        if (at + 32 <= count) return reinterpret_cast<i16x32>(_mm512_loadu_si512(from + at));
-        return reinterpret_cast<i16x32>(_mm512_maskz_loadu_epi16((1u << (count - at)) - 1, from + at));
-    };
-    for (int n = 0; n < N; n += 2) {
-        const i16x32 x = row(first, 16 * n), y = row(second, 16 * n);
-        to[n] = pairs(x, y);
-        if (n + 1 < N)
-            to[n + 1] = reinterpret_cast<f32x16>(__builtin_shufflevector(
-                x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59,
-                28, 60, 29, 61, 30, 62, 31, 63));
-    }
+// 32 numbers of a row, or `count` < 32 and zeros, as they are or widened.
+PENSTOCK_INLINE i16x32 load32(const bf16* from, int64_t count = 32) {
+    if (count >= 32) return get<i16x32>(from);
+    return reinterpret_cast<i16x32>(_mm512_maskz_loadu_epi16((1u << count) - 1, from));
 }
+PENSTOCK_INLINE i16x32 load32(const int8_t* from, int64_t count = 32) { return widen32(from, count); }
 
-// The same of whole numbers of 8 bits, but that of each two vectors the first gets, of every eight, the first four. That
-// is what instructions do; `in_order` undoes it.
-template <int N>
-PENSTOCK_INLINE void interleave(const int8_t* first, const int8_t* second, int64_t count, f32x16 (&to)[N]) {
-    auto row = [&](const int8_t* from, int64_t at) {
-        return from == nullptr || at >= count ? i16x32{} : widen32(from + at, count - at);
+// (first[i], second[i]) for i < count in N vectors, 0 beyond; a row that is null is 0. Of each two vectors the first gets,
+// of every eight, the first four: that is what instructions do, and `in_order` undoes it.
+template <int N, class E>
+PENSTOCK_INLINE void interleave(const E* first, const E* second, int64_t count, f32x16 (&to)[N]) {
+    auto row = [&](const E* from, int64_t at) {
+        return from == nullptr || at >= count ? i16x32{} : load32(from + at, count - at);
     };
     for (int n = 0; n < N; n += 2) {
         const i16x32 x = row(first, 16 * n), y = row(second, 16 * n);

@@ -5,6 +5,7 @@
 
 #include "lanes.h"
 #include "pool.h"
+#include "tiles.h"
 
 namespace penstock {
 namespace {
@@ -560,6 +561,61 @@ void tile(const Work& work) {
     }
 }
 
+#if defined(PENSTOCK_TILES)
+// From how many rows on, and of how many inputs that share a scale, whole numbers are multiplied in tiles, whose sums are
+// the same; and of how many rows.
+constexpr int64_t TILED_FROM = 16, TILED_WIDTH = 64, TILED_ROWS = 2 * TILE_ROWS;
+
+// Adds a run's products of G groups, which are in `sums`, to the totals.
+template <int G, bool ZEROS>
+void add_products(const Work& work, const Run& run, int64_t r, int rows, const int32_t (*sums)[PANEL]) {
+    const int64_t count = work.inputs.runs.all.size(), first = work.row * count + r;
+    const float *factors = &work.inputs.factors[first], *input_sums = &work.inputs.sums[first];
+    const int32_t* starts = &work.inputs.starts[first];
+    const int64_t type = work.weight.scales, bytes = LANES * (type == FLOAT32 ? 4 : 2);
+    const char* head = work.panel.head(run);
+    f32x16 scales[G], zeros[G];
+    for (int g = 0; g < G; g++) {
+        scales[g] = load_scales(type, head + g * bytes);
+        if (ZEROS) zeros[g] = -load_scales(type, head + (G + g) * bytes);
+    }
+    for (int m = 0; m < rows; m++) {
+        const f32x16 factor = splat(factors[m * count]), input_sum = splat(input_sums[m * count]);
+        const i32x16 start = splat_i32(starts[m * count]);
+        float* totals = work.totals + m * PANEL;
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+            f32x16 value = to_f32(get<i32x16>(sums[m] + g * LANES) + start);
+            if (ZEROS) value = fma(zeros[g], input_sum, value);
+            store(totals + g * LANES, fma(value, scales[g] * factor, r ? load(totals + g * LANES) : f32x16{}));
+        }
+    }
+}
+
+// `tile` of READY lines, or of the panel's where these are bytes.
+template <int G>
+void tile_in_tiles(const Work& work, int rows, TileRegisters& registers) {
+    alignas(64) int32_t sums[TILED_ROWS][PANEL];
+    const Runs& runs = work.inputs.runs;
+    const Line* lines = work.lines;
+    const int most = tile_groups(rows);
+    const int64_t fetch = work.alone ? G * TILE_WORDS : 0;
+    for (int64_t r = work.from; r < work.to; r++) {
+        const Run& run = runs.all[r];
+        const int64_t words = run.chunks * work.steps;
+        if (!work.lines) lines = work.panel.codes(run);
+        const char* x = reinterpret_cast<const char*>(&work.inputs.words[work.row * runs.words + run.word]);
+        for (int g = 0; g < G; g += most)
+            add_words<true>(registers, rows, std::min(most, G - g),
+                            {x, runs.words * 4, lines + g, G, g ? 0 : fetch, lines + AHEAD}, words, sums[0] + g * LANES,
+                            PANEL, true);
+        lines += words * G;
+        work.weight.has_zeros ? add_products<G, true>(work, run, r, rows, sums)
+                              : add_products<G, false>(work, run, r, rows, sums);
+    }
+}
+#endif
+
 using Tile = void (*)(const Work&);
 
 template <int BITS, class Kind, int G>
@@ -618,8 +674,13 @@ struct Product {
     // Rows [row, row + rows), at most ROWS_AT_ONCE, to totals [rows][PANEL].
     void operator()(int64_t row, int64_t rows, int64_t number, float* totals) const {
         const Panel panel(weight, layout, inputs.runs, number);
+#if defined(PENSTOCK_TILES)
+        const bool tiled = Kind::WHOLE && rows >= TILED_FROM && weight.width() >= TILED_WIDTH;
+#else
+        const bool tiled = false;
+#endif
         const int64_t runs = inputs.runs.all.size(), tiles = (rows + ROWS - 1) / ROWS;
-        const bool ready = panel.apart < GROUPS_AT_ONCE || tiles > MOST_DIRECT;
+        const bool ready = tiled || panel.apart < GROUPS_AT_ONCE || tiles > MOST_DIRECT;
         Work work{weight, panel, inputs, 0, runs, row, totals, nullptr, STEPS, tiles == 1, nullptr, 0};
         if (!ready && work.alone) {
             tile_of<BITS, Kind>(rows, panel.apart)(work);
@@ -627,8 +688,11 @@ struct Product {
         }
         for (; work.from < runs; work.from = work.to) {
             take(work, ready);
-            if (ready) unpack_some(work);
-            add(work, rows, tiles, ready);
+            if (ready && !(tiled && BITS == 8)) unpack_some(work);
+            if (tiled)
+                add_in_tiles(work, rows);
+            else
+                add(work, rows, tiles, ready);
         }
     }
 
@@ -650,6 +714,29 @@ struct Product {
             to += run.chunks * STEPS * work.panel.apart;
         }
         work.lines = unpacked;
+    }
+
+    void add_in_tiles(Work work, int64_t rows) const {
+#if defined(PENSTOCK_TILES)
+        if constexpr (Kind::WHOLE) {
+            TileRegisters registers;
+            const int64_t row = work.row, tiles = (rows + TILED_ROWS - 1) / TILED_ROWS;
+            float* totals = work.totals;
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t first = rows * t / tiles;
+                work.row = row + first;
+                work.totals = totals + first * PANEL;
+                work.alone = BITS == 8 && t == 0;  // the first one reads from memory
+                const int count = static_cast<int>(rows * (t + 1) / tiles - first);
+                switch (work.panel.apart) {
+                    case 1: tile_in_tiles<1>(work, count, registers); break;
+                    case 2: tile_in_tiles<2>(work, count, registers); break;
+                    case 3: tile_in_tiles<3>(work, count, registers); break;
+                    default: tile_in_tiles<4>(work, count, registers);
+                }
+            }
+        }
+#endif
     }
 
     // Tiles share the lines of the next block, to ask for them.
