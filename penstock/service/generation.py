@@ -298,6 +298,8 @@ class Generation:
             part.timings["ttft"] = now - self._arrival  # what its target is about, though no token comes
         if (timing := output.timing) is not None:
             part.timings |= {"queue": timing.queue, "prefill": timing.prefill}
+            if (seen := timing.images) is not None:
+                part.timings |= {"image_wait": seen.waited, "encode": seen.encoding or None}
             part.preemptions += timing.preemptions
             if output.embedding is None:
                 part.timings["decode"] = timing.decode
