@@ -305,7 +305,7 @@ async def _seen(frontend: Frontend, body: ChatBody, params: SamplingParams) -> t
     if params.truncate_prompt_tokens is not None:
         field = "truncate_prompt_tokens"
         raise InvalidRequest(f"{field}: {params.truncate_prompt_tokens}, allowed only without images", field)
-    return prompt.tokens, {"media": prompt.media, "pixels": prompt.pixels}
+    return prompt.tokens, prompt.seen
 
 
 def _encoding(body: ChatBody, max_model_len: int | None) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def pictures(self) -> tuple[str, list[str]] | None:
-        """Where URLs of images came, and these, as RTP-LLM has them under either name; None without any."""
+        """Where URLs of images came, and these, as RTP-LLM has them under either name; None without any. A text has
+        `<image>` for each, and token ids the model's own token for an image or a video."""
         return ("urls", self.urls) if self.urls else ("images", self.images) if self.images else None
 
     @property
@@ -80,8 +81,8 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest("images: given, allowed only without urls, which says the same", "images")
         if (pictures := self.pictures) is not None:
             field = pictures[0]
-            if not isinstance(self.prompt, str):
-                raise InvalidRequest(f"{field}: given, allowed only with a prompt that is one text", field)
+            if not isinstance(self.prompt, str) and not _is_ids(self.prompt):
+                raise InvalidRequest(f"{field}: given, allowed only with a single prompt", field)
             if self.truncate_prompt_tokens is not None:
                 name = "truncate_prompt_tokens"
                 raise InvalidRequest(f"{name}: {self.truncate_prompt_tokens}, allowed only without images", name)
@@ -125,8 +126,8 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
     given = prompts_of(body.prompt, frontend.vocab_size, max_model_len)
     seen: dict[str, Any] = {}
     if (pictures := body.pictures) is not None:
-        prompt = await encode_with_urls(frontend, str(body.prompt), pictures[1], pictures[0], frontend.max_model_len)
-        whole, seen = [prompt.tokens], {"media": prompt.media, "pixels": prompt.pixels}
+        prompt = await encode_with_urls(frontend, given[0], pictures[1], pictures[0], frontend.max_model_len)
+        whole, seen = [prompt.tokens], prompt.seen
     else:
         whole = await encoded(frontend, given, body.add_special_tokens, max_model_len)
     prompts = [list(truncated(prompt, params, frontend.max_model_len)) for prompt in whole]
@@ -152,6 +153,10 @@ async def _answer(frontend: Frontend, body: CompletionBody, level: ServiceLevel,
             await send_events(send, generation, shape, request_id)
         else:
             await send_whole(send, generation, shape)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
 async def _echo(frontend: Frontend, given: str | list[int], kept: list[int], cut: bool) -> str:

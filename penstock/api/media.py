@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import InvalidRequest, UnsupportedField
@@ -22,8 +23,11 @@ def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return parts
 
 
-async def encode_with_urls(frontend: Frontend, text: str, urls: list[str], field: str, most: int) -> Prompt:
-    """A text in which each `<image>` stands for one of these, as RTP-LLM has it.
+async def encode_with_urls(
+    frontend: Frontend, prompt: str | list[int], urls: list[str], field: str, most: int
+) -> Prompt:
+    """A text in which each `<image>` stands for one of these, as RTP-LLM has it; or token ids, with one of those that a
+    chat template writes for an image or a video for each.
 
     Args:
         field: where they came.
@@ -34,7 +38,14 @@ async def encode_with_urls(frontend: Frontend, text: str, urls: list[str], field
     parts = [MediaPart("image", url, f"{field}[{i}]") for i, url in enumerate(urls)]
     loader = _loader(frontend, parts)
     assert loader is not None
-    pieces = text.split(TAG)
+    if not isinstance(prompt, str):
+        kinds = [kind for _, kind in loader.places(prompt)]
+        if len(kinds) != len(urls):
+            problem = f"{len(urls)} images, the prompt has {len(kinds)} tokens for one, allowed are as many"
+            raise InvalidRequest(f"{field}: {problem}", field)
+        parts = [replace(part, kind=kind) for part, kind in zip(parts, kinds, strict=True)]
+        return loader.placed(prompt, await loader.load(parts), most, "prompt")
+    pieces = prompt.split(TAG)
     if len(pieces) - 1 != len(urls):
         problem = f"{len(urls)} images, the prompt has {len(pieces) - 1} times {TAG}, allowed are as many"
         raise InvalidRequest(f"{field}: {problem}", field)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError
 from penstock.workload.arrivals import arrival_times
 from penstock.workload.lengths import Independent, LengthPairs, around, read_lengths
-from penstock.workload.requests import WorkRequest, between, scale_rate, spread_ticks
+from penstock.workload.requests import WorkImage, WorkRequest, between, repeat_images, scale_rate, spread_ticks
 from penstock.workload.synthetic import synthesise
 from penstock.workload.traces import read_trace
 
@@ -34,7 +34,9 @@ class Dataset:
         trace_scale: factor on the rate of a trace's own arrivals.
         trace_start, trace_duration: the part of the trace that is used, in seconds of the trace's own time.
         trace_spread: seconds over which arrivals are spread, for traces with a coarse clock.
-        seed: of lengths, prefixes and arrivals.
+        images: of each request, of as many tokens as the server makes of them; `image_repeats`: the share of them that
+            came before.
+        seed: of lengths, prefixes, arrivals and images.
     """
 
     name: str = "random"
@@ -52,6 +54,8 @@ class Dataset:
     trace_start: float = 0.0
     trace_duration: float = math.inf
     trace_spread: float = 0.0
+    images: int = 0
+    image_repeats: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,6 +70,8 @@ class Dataset:
                 "the one scales the trace's arrivals, the other replaces them",
                 "trace_scale",
             )
+        if self.image_repeats and not self.images:
+            raise ConfigError(f"--image-repeats: {self.image_repeats:g}, allowed with --images alone", "image_repeats")
 
     @property
     def has_schedule(self) -> bool:
@@ -77,6 +83,17 @@ class Dataset:
     def build(self) -> list[WorkRequest]:
         """The requests in order of arrival. Raises `ConfigError` for a file that is missing, wrong or has none."""
         rng = np.random.default_rng(self.seed)
+        image_rng = np.random.default_rng((self.seed, 1))
+        requests = self._text(rng)
+        if not self.images:
+            return requests
+        seeing = [replace(request, images=self._images(i)) for i, request in enumerate(requests)]
+        return repeat_images(seeing, self.image_repeats, image_rng)
+
+    def _images(self, place: int) -> tuple[WorkImage, ...]:
+        return tuple(WorkImage(place * self.images + i, 0) for i in range(self.images))
+
+    def _text(self, rng: np.random.Generator) -> list[WorkRequest]:
         rate = math.inf if self.request_rate is None else self.request_rate
         cv = self.burstiness**-0.5
         if self.name == "trace":

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock.bench import pictures
 from penstock.bench.client import Call, Client
 from penstock.bench.metrics import ClientRecord, Summary, summarise
 from penstock.bench.server import (
@@ -48,6 +49,7 @@ class RequestOptions:
         vocab_size: draw prompt ids from all below it; None takes ids of common words from the server.
         ignore_eos: go on after the end of sequence, so that an answer has the length that the workload gives it.
         extra_body: fields added to every body.
+        image_size: width and height in pixels of the images of a workload, as PNGs of noise.
         verify: compute every answer of a modelled model offline, and compare.
     """
 
@@ -56,6 +58,7 @@ class RequestOptions:
     temperature: float = 0.0
     ignore_eos: bool = True
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    image_size: tuple[int, int] = (256, 256)
     verify: bool = False
 
 
@@ -137,7 +140,8 @@ class Bench:
         ids = materialise(request, seed, self._ids).tolist()
         body: dict[str, Any] = {"model": self.model.name, "max_tokens": request.output_tokens, "stream": True}
         if self.client.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": " ".join(WORDS[i] for i in ids)}]
+            text = " ".join(WORDS[i] for i in ids)
+            body["messages"] = [{"role": "user", "content": self._with_images(text, request, seed)}]
         else:
             body["prompt"] = ids
         body |= {"temperature": self._options.temperature, "stream_options": {"include_usage": True}}
@@ -145,6 +149,15 @@ class Bench:
         body |= {"return_token_ids": True} if self.counts_tokens else {}
         body |= {"seed": (seed + request.number) % 2**63} if self._options.verify else {}
         return {**body, **self._options.extra_body}
+
+    def _with_images(self, text: str, request: WorkRequest, seed: int) -> str | list[dict[str, Any]]:
+        """A message's content. Images that have tokens of the prompt, as those of traces, are in it as text."""
+        sent = [image.number for image in request.images if not image.tokens]
+        if not sent:
+            return text
+        urls = [pictures.data_url(seed, number, self._options.image_size) for number in sent]
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [*parts, {"type": "text", "text": text}]
 
     async def measure(
         self,

@@ -36,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     )
     _server_flags(serve)
     _dataset_flags(serve, num_prompts=1000)
+    _image_flags(serve)
     arrivals = serve.add_argument_group("arrivals")
     add_flag(arrivals, "request-rate", POSITIVE, help="requests/s, inf for all at once (default: inf, or a trace's)")
     add_flag(arrivals, "trace-scale", number(0, 1e6), default=1.0, help="factor on the trace's own rate")
@@ -55,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
     slo = kinds.add_parser("slo", allow_abbrev=False, help="find the greatest load at which a server keeps limits")
     _server_flags(slo)
     _dataset_flags(slo, num_prompts=100)
+    _image_flags(slo)
     _search_flags(slo)
     _result_flags(slo)
     slo.set_defaults(run=run, benchmark=_slo)
@@ -120,6 +122,20 @@ def _dataset_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
         help="draw prompt tokens from all ids below it (default: common words)",
     )
     add_flag(group, "seed", integer(0, 2**63 - 1), default=0)
+
+
+def _image_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("images")
+    add_flag(group, "images", integer(0, 100), default=0, help="of each request; with --endpoint chat")
+    add_flag(group, "image-size", _image_size, default=(256, 256), help="WIDTHxHEIGHT in pixels (default: 256x256)")
+    add_flag(group, "image-repeats", between(0, 1), default=0.0, help="share of images that came before")
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    sides = text.split("x")
+    if len(sides) != 2 or not all(side.isascii() and side.isdecimal() and 0 < int(side) < 1 << 14 for side in sides):
+        raise ValueError("WIDTHxHEIGHT in pixels, such as 256x256")
+    return int(sides[0]), int(sides[1])
 
 
 def _search_flags(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +289,7 @@ async def _connect(client: Client, args: argparse.Namespace) -> Bench:
         temperature=args.temperature,
         ignore_eos=args.ignore_eos,
         extra_body=_extra_body(args.extra_body),
+        image_size=args.image_size,
         verify=getattr(args, "verify", False),
     )
     return await Bench.connect(client, options)
@@ -308,8 +325,21 @@ def _dataset(args: argparse.Namespace) -> Dataset:
         trace_start=args.trace_start,
         trace_duration=args.trace_duration,
         trace_spread=args.trace_spread,
+        images=_images(args),
+        image_repeats=getattr(args, "image_repeats", 0.0),
         seed=args.seed,
     )
+
+
+def _images(args: argparse.Namespace) -> int:
+    count = getattr(args, "images", 0)
+    if count and args.endpoint != "chat":
+        raise ConfigError(f"--images: {count}, allowed with --endpoint chat alone", "images")
+    if count and getattr(args, "verify", False):
+        raise ConfigError(
+            f"--images: {count}, allowed without --verify: modelled engines draw from the text alone", "images"
+        )
+    return count
 
 
 def _shape(args: argparse.Namespace, dataset: Dataset) -> LoadShape:

@@ -127,7 +127,7 @@ def _sentences(sequence: Mapping[str, Any]) -> Iterator[str]:
     excluded = f"; not to {', '.join(demand['excluded'])}" if demand["excluded"] else ""
     more = f"at most {demand['max_tokens']:,} more" if demand["max_tokens"] else "to be embedded"
     yield _plain(
-        f"asked: {demand['prompt_tokens']:,} prompt tokens, {more}, "
+        f"asked: {demand['prompt_tokens']:,} prompt tokens{_seen_tokens(demand)}, {more}, "
         f"{' and '.join(targets) or 'no targets'}, {kind}, through {sequence['frontend']}{excluded}"
     )
     for held in sequence["held"]:
@@ -156,8 +156,32 @@ def _why(placement: Mapping[str, Any]) -> Iterator[str]:
             f"  {way['tokens']:,} tokens by {way['how']} from {source}: next token in {way['ms']:,.1f} ms "
             f"instead of {way['recompute_ms']:,.1f} ms, as predicted"
         )
+    if placement["images"]:
+        yield _plain(f"  images by {placement['media_route']}: {'; '.join(map(_image_way, placement['images']))}")
     if placement["predicted_ttft_ms"] is not None:
         yield f"  predicted TTFT {placement['predicted_ttft_ms']:,.1f} ms, by the {placement['predicted_by']}"
+
+
+def _seen_tokens(demand: Mapping[str, Any]) -> str:
+    return f" ({demand['image_tokens']:,} of them of images)" if demand["image_tokens"] else ""
+
+
+def _image_way(way: Mapping[str, Any]) -> str:
+    what = f"{way['images']:,} ({way['tokens']:,} tokens)"
+    return f"{way['at']} {'is to look' if way['how'] == 'looks' else 'has looked'} at {what}"
+
+
+def _became(images: Mapping[str, Any]) -> str:
+    """Of a request's images."""
+    kinds = (
+        ("cached", "in the prefix cache"),
+        ("found", "whose embeddings were there"),
+        ("brought", "brought from other instances"),
+        ("looked", "looked at where it was prefilled"),
+    )
+    parts = [f"{images[key]:,} {name}" for key, name in kinds if images[key]]
+    took = f"; looking took {images['encode_ms']:,.1f} ms" if images["encode_ms"] else ""
+    return f"{', '.join(parts)}{took}; it waited {images['waited_ms']:,.1f} ms for them"
 
 
 def _told(move: Mapping[str, Any]) -> str:
@@ -242,6 +266,10 @@ def _afterwards(sequence: Mapping[str, Any]) -> Iterator[str]:
                 f"{went['took_ms']:,.1f} ms from its place to its next token{foretold}, "
                 f"a pause of {went['paused_ms']:,.1f} ms"
             )
+        if outcome["images"]:
+            yield f"  {outcome['images']['count']:,} images: {_became(outcome['images'])}"
+        for fallback in outcome["image_fallbacks"]:
+            yield _plain(f"  {fallback}")
         if outcome["wait"]:
             yield _plain(f"  until its first token, in the engine: {outcome['wait']}")
         gap = outcome["predicted_minus_actual_ttft_ms"]

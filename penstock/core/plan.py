@@ -259,6 +259,7 @@ class StepResult:
             `proposes`, or fewer.
         embeddings: digest -> [tokens, hidden] in the model's dtype, of the step's `encodes` that are `wanted` and not
             `beside`.
+        encoding: digest -> seconds, of those that it looked at itself and not `beside`.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -270,6 +271,7 @@ class StepResult:
     interrupted: bool = False
     proposed: Mapping[str, Sequence[int]] = field(default_factory=dict)
     embeddings: Mapping[bytes, bytes] = field(default_factory=dict)
+    encoding: Mapping[bytes, float] = field(default_factory=dict, compare=False)
 
 
 def verified(steps: Iterable[SequenceStep], drawn: Sequence[int]) -> list[Sequence[int]]:

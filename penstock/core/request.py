@@ -143,6 +143,32 @@ class Hypothesis:
 
 
 @dataclass(slots=True)
+class ImagesSeen:
+    """What became of a prompt's images and videos until its first token.
+
+    Attributes:
+        count: of them.
+        cached: those of which the prefix cache had all tokens.
+        looked: those that were looked at where it was prefilled; `brought`: whose embeddings other instances brought.
+            The others' embeddings were there.
+        encoding: seconds that looking at them took, where it is known, at whichever instance.
+        waited: seconds for which the prompt waited for them and could do nothing else.
+    """
+
+    count: int
+    cached: int = 0
+    looked: int = 0
+    brought: int = 0
+    encoding: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def found(self) -> int:
+        """Those whose embeddings were there."""
+        return max(0, self.count - self.cached - self.looked - self.brought)
+
+
+@dataclass(slots=True)
 class Timing:
     """A finished sequence's time in seconds, by phase, as measured by the engine."""
 
@@ -151,6 +177,7 @@ class Timing:
     decode: float  # from its first token to its last
     wait: str = ""  # what the time before the first token went by, in words
     preemptions: int = 0  # how often it lost its KV cache to others there
+    images: ImagesSeen | None = None  # where its prompt has any
 
 
 @dataclass(slots=True)

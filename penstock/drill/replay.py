@@ -1,15 +1,15 @@
 """Recorded requests run again, by a deployment that serves, and their tokens compared.
 
-Each is sent to /v1/completions as token ids, with every sampling field and the seed that was really used. What ended
-early has to be the beginning of what comes now. Log-probabilities of the same tokens, and embeddings, may differ by a
-tolerance: another device sums in another order.
+Each is sent to /v1/completions as token ids, with its images and videos, every sampling field and the seed that was
+really used. What ended early has to be the beginning of what comes now. Log-probabilities of the same tokens, and
+embeddings, may differ by a tolerance: another device sums in another order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -223,7 +223,7 @@ async def replay(record: RequestRecord, lines: Sequence[Line], target: Target, p
 
     async def one(request: RecordedRequest) -> None:
         try:
-            await _exchange(request, target, result)
+            await _exchange(request, record, target, result)
         finally:
             slots.release()
             tell(1)
@@ -236,7 +236,7 @@ async def replay(record: RequestRecord, lines: Sequence[Line], target: Target, p
                 while (wait := due - clock.now()) > 0:  # timers may fire early by part of a millisecond
                     await asyncio.sleep(wait)
             request = record.read(line)
-            if why := why_not(request, target.fingerprint):
+            if why := why_not(request, target.fingerprint) or _lacking(record, request):
                 result.skipped.append(Note(request.id, why))
                 tell(1)
                 await asyncio.sleep(0)  # there may be many in a row
@@ -267,8 +267,17 @@ def why_not(request: RecordedRequest, fingerprint: str | None) -> str | None:
     return f"it ran on another model, {ran_on}; this is {fingerprint}"
 
 
-def body_of(request: RecordedRequest, model: str) -> dict[str, Any]:
-    """What is sent to `PATH`. Every field is said, whatever the defaults are there."""
+def _lacking(record: RequestRecord, request: RecordedRequest) -> str | None:
+    lacks = [one for one in request.media if not record.has(one.file)]
+    return f"the record lacks an {lacks[0].kind} of it, {lacks[0].file}" if lacks else None
+
+
+def body_of(request: RecordedRequest, model: str, files: Sequence[bytes] = ()) -> dict[str, Any]:
+    """What is sent to `PATH`. Every field is said, whatever the defaults are there.
+
+    Args:
+        files: of each of its `media`.
+    """
     params = {name: value for name, value in request.params.items() if value is not None}
     most = request.max_tokens
     if any(output.finish_reason is None for output in request.outputs):
@@ -276,7 +285,9 @@ def body_of(request: RecordedRequest, model: str) -> dict[str, Any]:
     params["min_tokens"] = min(params.get("min_tokens", 0), most)  # more than there was room for, too
     if params.get("logprobs") == ALL_LOGPROBS:  # which chats alone may have; the tokens are the same
         params["logprobs"] = MAX_LOGPROBS
-    body = {"model": model, "prompt": request.prompt, **params, "seed": request.seed, "max_tokens": most}
+    body = {"model": model, "prompt": _written(request), **params, "seed": request.seed, "max_tokens": most}
+    if files:
+        body["urls"] = [f"data:;base64,{b64encode(file).decode()}" for file in files]
     body |= {"priority": request.priority, "return_token_ids": True}
     if request.offline:
         body["service_tier"] = "flex"
@@ -284,6 +295,15 @@ def body_of(request: RecordedRequest, model: str) -> dict[str, Any]:
     if any(targets.values()):
         body["slo"] = targets
     return body
+
+
+def _written(request: RecordedRequest) -> list[int]:
+    """Its prompt as a chat template writes it: with one token for each image, not all that stand for it."""
+    rest, done = list[int](), 0
+    for one in request.media:
+        rest += request.prompt[done : one.start + 1]
+        done = one.start + one.length
+    return [*rest, *request.prompt[done:]]
 
 
 def compare(request: RecordedRequest, choices: Sequence[Choice]) -> list[Difference]:
@@ -310,14 +330,15 @@ def _gaps(recorded: Sequence[float], replayed: Sequence[float]) -> list[float]:
     return [inf if one is None or other is None else abs(one - other) for one, other in pairs]
 
 
-async def _exchange(request: RecordedRequest, target: Target, result: Result) -> None:
+async def _exchange(request: RecordedRequest, record: RequestRecord, target: Target, result: Result) -> None:
     """Run it again, and count what came of it."""
     try:
         if request.embedding is not None:
             replayed = await _embedding(request, target)
             differences = _compare_numbers(request.id, 0, "embedding", request.embedding, replayed, target, result)
         else:
-            choices = await _answer(request, target)
+            files = [file for one in request.media if (file := record.image(one.file)) is not None]
+            choices = await _answer(request, files, target)
             differences = compare(request, choices) or _compare_logprobs(request, choices, target, result)
     except Unavailable as error:
         result.failed.append(Note(request.id, str(error)))
@@ -390,9 +411,9 @@ async def _asked(path: str, body: dict[str, Any], request: RecordedRequest, targ
     return text
 
 
-async def _answer(request: RecordedRequest, target: Target) -> Sequence[Choice]:
+async def _answer(request: RecordedRequest, files: Sequence[bytes], target: Target) -> Sequence[Choice]:
     """Its outputs, in order. Raises Unavailable when there is no good answer."""
-    text = await _asked(PATH, body_of(request, target.model), request, target)
+    text = await _asked(PATH, body_of(request, target.model, files), request, target)
     try:
         choices = msgspec.json.decode(text, type=_Answer).choices
     except msgspec.DecodeError as error:

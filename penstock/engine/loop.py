@@ -148,8 +148,7 @@ class Engine:
         at_work: requests in the steps in flight, and until the next one in the last.
         tell: is told of these before they are computed.
         embeddings: what it has made of images, for other engines; None where there are none.
-        encode_ms: of an image's token, a recent mean of what was looked at beside steps, or by steps that did nothing
-            else; None before there was one.
+        encode_ms: of an image's token, a recent mean; None before there was one.
         looks: see above.
         cache_logs: what came and went on the device and in the tiers below it, by the tier's name; empty where nobody
             asks.
@@ -326,14 +325,16 @@ class Engine:
     def _seconds(self, plan: StepPlan) -> float:
         """That a step takes; inf where nobody can say."""
         times = self.scheduler.measurements.times
-        return inf if times is None else times.step_ms(*plan.work) / 1e3
+        if times is None:
+            return inf
+        looks = sum([each.span.length for each in plan.encodes if not (each.made or each.beside)])
+        return (times.step_ms(*plan.work) + looks * (self.encode_ms or 0.0)) / 1e3
 
     def _delay(self) -> float:
         """Seconds until the step in flight has ended, as far as can be said."""
-        times = self.scheduler.measurements.times
-        if not self._flying or times is None:
+        if not self._flying or self.scheduler.measurements.times is None:
             return 0.0
-        return max(0.0, self._began + times.step_ms(*self._flying[0][0].work) / 1e3 - self._clock.now())
+        return max(0.0, self._began + self._seconds(self._flying[0][0]) - self._clock.now())
 
     def end(self, *, wait: bool = False) -> Step | None:
         """The oldest step in flight. None when there is none, or when it has not ended and is not to be waited for.
@@ -373,7 +374,7 @@ class Engine:
         measured = self.scheduler.measurements
         if self.embeddings is not None:
             for digest, data in ran.result.embeddings.items():
-                self.embeddings.put(digest, Embedding.of(data))
+                self.embeddings.put(digest, Embedding.of(data, ran.result.encoding.get(digest, 0.0)))
         outputs = self.scheduler.update(plan, ran.result, ran.began, ran.ended)
         self._order_moves()
         self.steps += 1
@@ -392,27 +393,35 @@ class Engine:
             return outputs
         if waited := [each for each in plan.encodes if not each.beside]:
             self._looked += waited
-            tokens = sum([each.span.length for each in waited if not each.made])
-            self._encoded(tokens, took, alone=not plan.sequences)
-        if waited or not plan.sequences:
+        encoding = self._encodes_of(waited, ran, alone=not plan.sequences) if waited else 0.0
+        if not plan.sequences:
             return outputs
-        if measured.ran(plan, ran.began, [ran.ended]) and (times := measured.times):
+        if measured.ran(plan, min(ran.began + encoding, ran.ended), [ran.ended]) and (times := measured.times):
             self.scheduler.predict_by(times)
-        if (budget := self._budget) is not None and budget.ran(plan.num_tokens, took):
+        if not waited and (budget := self._budget) is not None and budget.ran(plan.num_tokens, took):
             self.scheduler.limits = replace(self.scheduler.limits, token_budget=budget.tokens)
         return outputs
 
-    def _encoded(self, tokens: int, took: float, *, alone: bool) -> None:
-        """Find out how much may be encoded at once: each image is computed by itself, and so takes its share.
+    def _encodes_of(self, encodes: Sequence[Encode], ran: Ran, *, alone: bool) -> float:
+        """Seconds that a step took for its encodes, which come first in it. Of several stages none is told of those;
+        then a step that does nothing else says what they took together."""
+        looked, known = [encode for encode in encodes if not encode.made], ran.result.encoding
+        tokens = sum([encode.span.length for encode in looked])
+        total = sum(known.values()) if known else ran.ended - ran.began if alone else 0.0
+        if not tokens or not total:
+            return 0.0
+        for encode in looked:
+            seconds = known.get(encode.span.digest, total * encode.span.length / tokens)
+            self.scheduler.encodes.took(self.scheduler.sequence(encode.request_id), seconds)
+        self._encoded(tokens, total)
+        return total
 
-        Args:
-            alone: the time is that of the encodes, and of nothing else.
-        """
-        if tokens and alone:
-            ms = took * 1e3 / tokens
-            self.encode_ms = ms if self.encode_ms is None else self.encode_ms + SMOOTH * (ms - self.encode_ms)
+    def _encoded(self, tokens: int, took: float) -> None:
+        """Find out how much may be encoded at once: each image is computed by itself, and so takes its share."""
+        ms = took * 1e3 / tokens
+        self.encode_ms = ms if self.encode_ms is None else self.encode_ms + SMOOTH * (ms - self.encode_ms)
         budget = self._encode_budget
-        if budget is not None and tokens and budget.ran(budget.tokens, took * budget.tokens / tokens):
+        if budget is not None and budget.ran(budget.tokens, took * budget.tokens / tokens):
             self.scheduler.limits = replace(self.scheduler.limits, encode_budget=budget.tokens)
 
     # --- encodes beside steps
@@ -442,9 +451,10 @@ class Engine:
             encode = seen.encode
             del self._looking[encode.span.digest]
             if seen.data is not None and self.embeddings is not None:
-                self.embeddings.put(encode.span.digest, Embedding.of(seen.data))
+                self.embeddings.put(encode.span.digest, Embedding.of(seen.data, seen.seconds))
             self._looked.append(encode)
-            self._encoded(encode.span.length, seen.seconds, alone=True)
+            self.scheduler.encodes.took(self.scheduler.sequence(encode.request_id), seen.seconds)
+            self._encoded(encode.span.length, seen.seconds)
         self.scheduler.encodes.made([seen.encode.span.digest for seen in taken])
         if taken and not self.has_work:
             self.at_work = ()

@@ -106,6 +106,7 @@ class MediaEmbeddings:
     def __init__(self, thread: LookingThread | None = None) -> None:
         self.thread = thread
         self._kept: dict[bytes, Tensor | Looked] = {}
+        self._took: dict[bytes, Callable[[], float]] = {}  # of the newest plan
         self.looked = self.brought = 0
 
     def __len__(self) -> int:
@@ -121,6 +122,7 @@ class MediaEmbeddings:
 
     def follow(self, model: Decoder, plan: StepPlan) -> None:
         """Let go of what a plan says, and make what it is to look at, or begin to."""
+        self._took.clear()
         for digest in plan.forgotten:
             self._kept.pop(digest, None)
         for encode in plan.encodes:
@@ -130,12 +132,19 @@ class MediaEmbeddings:
                 assert digest not in self._kept
                 self._kept[digest] = self.thread.give(encode, partial(self._of, model, encode))
             elif digest not in self._kept:
-                self._kept[digest] = self._of(model, encode)
+                self._kept[digest], took = _timed(model.device, partial(self._of, model, encode))
+                if not encode.made:
+                    self._took[digest] = took
 
     def wanted(self, plan: StepPlan) -> dict[bytes, bytes]:
         """See `StepResult.embeddings`."""
         digests = [encode.span.digest for encode in plan.encodes if encode.wanted and not encode.beside]
         return {digest: _bytes_of(self._there(digest)) for digest in digests}
+
+    @property
+    def encoding(self) -> dict[bytes, float]:
+        """See `StepResult.encoding`; of the newest plan, and on a device once that is done."""
+        return {digest: took() for digest, took in self._took.items()}
 
     def _there(self, digest: bytes) -> Tensor:
         made = self.get(digest)
@@ -167,6 +176,26 @@ class MediaEmbeddings:
                     rows += range(own.start + first - step.start, own.start + last - step.start)
                     parts.append(self._there(span.digest)[first - span.start : last - span.start])
         return (to_device(rows, model.device), torch.cat(parts)) if rows else None
+
+
+def _timed(device: torch.device, look: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], float]]:
+    """What it makes, and what tells the seconds that this took."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        made = look()
+        end.record()
+        return made, partial(_between, begin, end)
+    began = time.perf_counter()
+    made = look()
+    took = time.perf_counter() - began
+    return made, lambda: took
+
+
+def _between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Seconds."""
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def _bytes_of(made: Tensor) -> bytes:

@@ -366,6 +366,7 @@ class PacedRunner:
             ],
             {s.request_id: _certain(s.params.prompt_logprobs, s.targets) or [] for s in plan.sequences if s.targets},
             pooled=pooled,
+            encoding=self._encoding(plan) if plan.encodes else {},
         )
         if self._pace(begin, self._duration(plan), stop):
             return result
@@ -413,6 +414,14 @@ class PacedRunner:
         # log-normal with mean 1: a step is never negative and now and then much longer, as real ones are
         noise = self._rng.lognormvariate(-(self._noise**2) / 2, self._noise) if self._noise else 1.0
         return ms / 1e3 * self._slowdown * noise
+
+    def _encoding(self, plan: StepPlan) -> dict[bytes, float]:
+        """See `StepResult`: of what they take together each has its share."""
+        looked = {encode.span.digest: encode.span.length for encode in plan.encodes if not encode.made}
+        if not looked or self._times.shape.vision is None:
+            return {}
+        each = self._times.encode_ms([*looked.values()]) / 1e3 * self._slowdown / sum(looked.values())
+        return {digest: each * tokens for digest, tokens in looked.items()}
 
     def _pace(self, begin: float, duration: float, stop: Stop | None = None) -> bool:
         """Returns `duration` seconds after `begin`, or at once when that has passed, and keeps account. False when it

@@ -148,7 +148,7 @@ class Runner:
             self.model.accompany()
             for _ in range(self._drafts):
                 self.model.accompany_draft()
-            return StepResult([], [], embeddings=self._given(plan))
+            return self._with_seen(StepResult([], []), plan)
         placed = None
         if not cache.direct or plan.fresh_blocks or plan.copies:
             placed = cache.prepare(plan)
@@ -172,7 +172,7 @@ class Runner:
                 self._after.send(self._forward(batch, stop))
                 return StepResult([], [])
             result = self._compute(plan, batch, stop)
-            return replace(result, embeddings=self._given(plan)) if plan.encodes else result
+            return self._with_seen(result, plan)
         except Interrupted:
             return StepResult([], [], interrupted=True)
         finally:
@@ -181,9 +181,11 @@ class Runner:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
 
-    def _given(self, plan: StepPlan) -> dict[bytes, bytes]:
-        """What others want of what it has made of images."""
-        return self.media.wanted(plan) if self.model.visual is not None else {}
+    def _with_seen(self, result: StepResult, plan: StepPlan) -> StepResult:
+        """With what others want of what it has made of images, and the time that this took."""
+        if not plan.encodes or self.model.visual is None:
+            return result
+        return replace(result, embeddings=self.media.wanted(plan), encoding=self.media.encoding)
 
     def _batch(self, plan: StepPlan, placed: Sequence[Sequence[int]] | None) -> Batch:
         groups = len(self.cache.layout.groups)

@@ -17,14 +17,16 @@ class Embedding:
     Attributes:
         data: [tokens, hidden], in the model's dtype.
         checksum: of that, from when it was made.
+        seconds: that it took to make; 0 where nobody knows.
     """
 
     data: bytes
     checksum: int
+    seconds: float = 0.0
 
     @classmethod
-    def of(cls, data: bytes) -> Embedding:
-        return cls(data, crc32(data))
+    def of(cls, data: bytes, seconds: float = 0.0) -> Embedding:
+        return cls(data, crc32(data), seconds)
 
     @property
     def whole(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import TypeAlias
 
 from penstock.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from penstock.core.request import MediaKind, MediaSpan
@@ -15,6 +16,7 @@ from penstock.media.prompt import MediaPart, Prompt
 from penstock.media.sources import fetch, read_data
 from penstock.media.workers import Worker
 
+Loaded: TypeAlias = "tuple[Made, bytes]"  # an image as a model takes it, and the file that it came as
 WORKERS = 2
 FETCHES = 8
 MOST_WAITING = 256 << 20  # bytes of images and videos that are fetched and decoded, or wait for it
@@ -42,7 +44,7 @@ class MediaLoader:
         for worker in self._all:
             self._idle.put(worker)
 
-    async def load(self, parts: Sequence[MediaPart]) -> list[Made]:
+    async def load(self, parts: Sequence[MediaPart]) -> list[Loaded]:
         """
         Raises:
             InvalidRequest: naming the part, and what is wrong with it.
@@ -69,22 +71,23 @@ class MediaLoader:
         finally:
             self._waiting -= share
 
-    async def _one(self, part: MediaPart, alone: bool) -> Made:
+    async def _one(self, part: MediaPart, alone: bool) -> Loaded:
         loop = asyncio.get_running_loop()
         try:
             data = await loop.run_in_executor(self._fetchers, self._read, part)
-            return await loop.run_in_executor(self._threads, self._make, part.kind, data, alone)
+            return await loop.run_in_executor(self._threads, self._make, part.kind, data, alone), data
         except Refused as why:
             raise _refusal(part, why) from None
 
-    def load_here(self, parts: Sequence[MediaPart]) -> list[Made]:
+    def load_here(self, parts: Sequence[MediaPart]) -> list[Loaded]:
         """One after the other, for a caller who has no event loop and sets no bounds for himself. Raises
         InvalidRequest."""
         alone = sum(part.kind == "image" for part in parts) == 1
         made = []
         for part in parts:
             try:
-                made.append(self._make(part.kind, self._read(part), alone))
+                data = self._read(part)
+                made.append((self._make(part.kind, data, alone), data))
             except Refused as why:
                 raise _refusal(part, why) from None
         return made
@@ -107,7 +110,14 @@ class MediaLoader:
         for worker in self._all:
             worker.close()
 
-    def placed(self, tokens: Sequence[int], made: Sequence[Made], most: int, field: str = "messages") -> Prompt:
+    def places(self, tokens: Sequence[int]) -> list[tuple[int, MediaKind]]:
+        """Where a chat template has written that there is an image or a video."""
+        kinds: dict[int, MediaKind] = {self.processor.image_token: "image"}
+        if self.processor.video_token is not None:
+            kinds[self.processor.video_token] = "video"
+        return [(place, kinds[token]) for place, token in enumerate(tokens) if token in kinds]
+
+    def placed(self, tokens: Sequence[int], loaded: Sequence[Loaded], most: int, field: str = "messages") -> Prompt:
         """A prompt in which as many tokens stand for each image as it has, where the chat template wrote one.
 
         Args:
@@ -118,10 +128,8 @@ class MediaLoader:
             InvalidRequest: the template has not written one for each, or the text has some of its own.
             PromptTooLong: with the images it is longer than that.
         """
-        kinds = {self.processor.image_token: "image"}
-        if self.processor.video_token is not None:
-            kinds[self.processor.video_token] = "video"
-        found = [(place, kinds[token]) for place, token in enumerate(tokens) if token in kinds]
+        made = [one for one, _ in loaded]
+        found = self.places(tokens)
         if [kind for _, kind in found] != [one.kind for one in made]:
             raise InvalidRequest(
                 f"{field}: the prompt has {len(found)} places for images and videos, the request brings {len(made)}; "
@@ -144,4 +152,4 @@ class MediaLoader:
             pixels.append(known.setdefault(one.digest, one.pixels))
             result += [tokens[place]] * one.length
             done = place + 1
-        return Prompt([*result, *tokens[done:]], tuple(spans), tuple(pixels))
+        return Prompt([*result, *tokens[done:]], tuple(spans), tuple(pixels), tuple(data for _, data in loaded))

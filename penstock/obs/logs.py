@@ -42,6 +42,8 @@ class RequestRecord:
         finish_reason: "stop", "length" or "abort"; None when it failed.
         ttft, tpot, e2e, queue, prefill, decode: seconds; None when unknown (without a token, say). An embedding comes
             in place of the first token.
+        image_wait, encode: seconds for which its prompt waited for images, and that looking at them took; None where
+            it has none, or none was looked at.
         preemptions: how often its sequences lost their KV cache to others, where they ended.
         seed: the one its noise was sampled from; None when no token was asked of an engine.
         service_class: "online" or "offline".
@@ -65,6 +67,8 @@ class RequestRecord:
     queue: float | None = None
     prefill: float | None = None
     decode: float | None = None
+    image_wait: float | None = None
+    encode: float | None = None
     preemptions: int = 0
     seed: int | None = None
     service_class: str = ONLINE
@@ -144,9 +148,15 @@ def _line(record: RequestRecord) -> str:
         f"cached={record.cached_tokens:<6} completion={record.completion_tokens:<6} "
         f"ttft={_seconds(record.ttft)} tpot={_seconds(record.tpot)} e2e={_seconds(record.e2e)} "
         f"queue={_seconds(record.queue)} prefill={_seconds(record.prefill)} decode={_seconds(record.decode)} "
-        f"slo={SLO[record.slo_met]:<6} seed={'-' if record.seed is None else record.seed} "
+        f"{_images(record)}slo={SLO[record.slo_met]:<6} seed={'-' if record.seed is None else record.seed} "
         f"instance={record.instance or '-'} model={quoted(record.model)} id={quoted(record.request_id)}"
     )
+
+
+def _images(record: RequestRecord) -> str:
+    if record.image_wait is None:
+        return ""
+    return f"image_wait={_seconds(record.image_wait)} encode={_seconds(record.encode)} "
 
 
 def quoted(text: str) -> str:

@@ -72,7 +72,8 @@ VLLM = {
 }
 
 DEVICE, PEER = "device", "peer"  # where what is found was: there already, or brought from another instance
-BELOW = "host", "disk", "remote"  # tiers below the device
+HOST = "host"
+BELOW = HOST, "disk", "remote"  # tiers below the device
 SLEEP_STATES = "awake", "weights_offloaded", "discard_all"  # by level
 
 MASTER = "master"  # label `engine` of sequences in the master's queue
@@ -90,6 +91,12 @@ COUNTED = {  # field of the statistics -> metric, and its help
     "pulled_blocks": ("kv_blocks_pulled", "KV blocks that other engines handed over, verified"),
     "failed_pulls": ("kv_pulls_failed", "KV blocks that were handed over and did not come, or not as they should be"),
     "encodes": ("images_encoded", "Images and videos that the model has looked at"),
+    "encoding": ("image_encode_seconds", "Time that this took"),
+    "embedding_queries": (
+        "embedding_cache_queries",
+        "Images and videos that prompts needed, beyond what the prefix cache had",
+    ),
+    "embedding_hits": ("embedding_cache_hits", "Those of them whose embeddings were there"),
     "given_embeddings": ("embeddings_given", "Images whose embeddings another engine has taken"),
     "taken_embeddings": ("embeddings_taken", "Images whose embeddings came from another engine, verified"),
     "interruptions": ("offline_steps_interrupted", "Steps of offline work that ended early for an online request"),
@@ -205,6 +212,7 @@ class _Engine:
     idle: Counter
     counted: dict[str, Counter]
     imbalance: Gauge
+    embeddings: dict[str, Gauge]  # bytes, by where
     sleep_state: dict[int, Gauge]
     up: Gauge
     lost: Counter
@@ -230,6 +238,8 @@ class _Engine:
         self.kv_usage.set(load.used_blocks / load.num_blocks if load.num_blocks else 0.0)
         self.migrating.set(load.migration_queue)
         self.imbalance.set(load.expert_imbalance)
+        self.embeddings[DEVICE].set(load.embedding_bytes)
+        self.embeddings[HOST].set(load.given_embedding_bytes)
         for level, state in self.sleep_state.items():
             state.set(load.asleep == level)
         self.count()
@@ -317,6 +327,12 @@ class _EngineSeries:
             "expert_imbalance",
             "Rows of experts that the busiest rank has over the mean, in the last window; 0 without --enable-eplb",
         )
+        self.embeddings = self._metric(
+            Gauge,
+            "embedding_bytes",
+            "What was made of images and is kept; on the host it is for other engines",
+            ["tier"],
+        )
         self.weights = self._metric(
             Gauge,
             "weights_load_seconds",
@@ -357,6 +373,7 @@ class _EngineSeries:
             idle=self.idle.labels(self._model_name, name),
             counted={total: counter.labels(self._model_name, name) for total, counter in self.counted.items()},
             imbalance=self.imbalance.labels(self._model_name, name),
+            embeddings={tier: self.embeddings.labels(self._model_name, name, tier) for tier in (DEVICE, HOST)},
             sleep_state={i: self.sleep_state.labels(self._model_name, name, s) for i, s in enumerate(SLEEP_STATES)},
             up=self.up.labels(self._model_name, name),
             lost=self.lost.labels(self._model_name, name),
@@ -482,6 +499,14 @@ class Metrics:
             "queue": self._histogram("request_queue_time_seconds", "Arrival to first step", WHOLE_REQUEST),
             "prefill": self._histogram("request_prefill_time_seconds", "First step to first token", WHOLE_REQUEST),
             "decode": self._histogram("request_decode_time_seconds", "First token to last", WHOLE_REQUEST),
+            "encode": self._histogram(
+                "request_encode_time_seconds", "Looking at its images, of requests with any to look at", FIRST_TOKEN
+            ),
+            "image_wait": self._histogram(
+                "request_image_wait_seconds",
+                "For which its prompt waited for images, of requests with any",
+                FIRST_TOKEN,
+            ),
         }
         self._inference = self._histogram("request_inference_time_seconds", "First step to last token", WHOLE_REQUEST)
         self._sizes = {

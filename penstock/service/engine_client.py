@@ -484,6 +484,7 @@ class EngineClient:
         lacking = [(digest, pixels[digest]) for digest in said.digests if digest in pixels]
         self._channels.send(instance.name, Pixels(said.incarnation, flight.id, flight.attempt, lacking))
         self._metrics.observe_lacking(len(lacking))
+        flight.image_fallbacks.append(f"{instance.name} looks at {len(lacking)} of its images itself: {said.reason}")
         text = "request %s: %s looks at %d of its images itself: %s"
         log.warning(text, quoted(flight.id), instance.name, len(lacking), said.reason)
 

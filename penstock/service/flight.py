@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.plan import BLOCK_TOKENS
-from penstock.core.request import FinishReason, Request, TokenOutput
+from penstock.core.request import FinishReason, ImagesSeen, Request, TokenOutput
 from penstock.core.structured_outputs import FIELD
 from penstock.core.wire.engine import LEASE, Fetched, Leg, Peer, Stayed
 from penstock.core.wire.master import Outcome, Place, Placed, PlacedImage, Recovery
@@ -103,6 +103,7 @@ class Flight(Generic[Owner]):
         queued: tokens of its prompt, until its first token comes.
         wait: what its engine said about the time before its first token.
         recoveries: how it went on after each loss.
+        images, image_fallbacks: see `Outcome`.
         predicted_ttft: when its first token was predicted, in seconds from its arrival.
         deadline: when `tick` gives up waiting; None when nothing is awaited.
         hedge_at: when another attempt may be made beside one that stands still: not before.
@@ -119,6 +120,8 @@ class Flight(Generic[Owner]):
         self.tokens: list[int] = []
         self.launched = arrival
         self.wait = ""
+        self.images: ImagesSeen | None = None
+        self.image_fallbacks: list[str] = []
         self.first: float | None = None
         self.handed_over = False
         self.handoffs = 0
@@ -426,6 +429,8 @@ class Flight(Generic[Owner]):
             count,
             self.wait,
             self.recoveries,
+            self.images,
+            self.image_fallbacks,
         )
 
     # --- what comes of it
@@ -458,7 +463,7 @@ class Flight(Generic[Owner]):
             if self._names[-1] != name:
                 self._names.append(name)
         if output.timing is not None:
-            self.wait = output.timing.wait
+            self.wait, self.images = output.timing.wait, output.timing.images
         ready = self._in_order(output)
         if ready and self.first is None:
             self.first = now

@@ -406,6 +406,7 @@ class Frontend:
         shown: frozenset[int] = frozenset(),
         media: tuple[MediaSpan, ...] = (),
         pixels: tuple[bytes, ...] = (),
+        files: tuple[bytes, ...] = (),
     ) -> Generation:
         """Have a request run.
 
@@ -420,7 +421,7 @@ class Frontend:
             prediction: see `Request`.
             pooling: embed the prompts; None generates.
             shown: special tokens that are part of the texts all the same.
-            media, pixels: of a single prompt; see `Request`.
+            media, pixels: of a single prompt; see `Request`. files: the same as they came, for the record.
 
         Raises, and then nothing of it runs:
             InvalidRequest, PromptTooLong: it cannot be served, ever.
@@ -466,7 +467,7 @@ class Frontend:
                     )
                 if media:
                     sequences = [replace(sequence, media=media, pixels=pixels) for sequence in sequences]
-                first = generation.add(part_id, sequences)
+                first = generation.add(part_id, sequences, files)
                 if params.structured_outputs is not None:
                     self.metrics.observe_structured(params.structured_outputs.kind)
                 made.append([Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)])

@@ -19,8 +19,10 @@ from penstock.service.request_record import (
     LOWEST,
     VERSION,
     Interruption,
+    RecordedMedia,
     RecordedOutput,
     RecordedRequest,
+    file_digest,
     recorded_params,
 )
 from penstock.text.detokenizer import Delta, OutputStream, outputs_of
@@ -87,6 +89,7 @@ class _Part:
         ended: whether it was logged and counted.
         outputs: what came of each, where that is recorded; `embedding`: the same of a prompt to embed.
         fingerprints: of the engines that it ran on.
+        files: its images and videos as they came, where that is recorded.
     """
 
     request_id: str
@@ -104,6 +107,7 @@ class _Part:
     embedding: list[float] | None = None
     fingerprints: list[str] = field(default_factory=list)
     interruptions: list[Interruption] = field(default_factory=list)
+    files: Sequence[bytes] = ()
 
 
 class Generation:
@@ -141,15 +145,17 @@ class Generation:
         self._wake: asyncio.Future[None] | None = None
         self._trace = CURRENT_TRACE.get()
 
-    def add(self, request_id: str, sequences: Sequence[Request]) -> int:
-        """One more prompt, as the sequences that run for it; returns its first output's index."""
+    def add(self, request_id: str, sequences: Sequence[Request], files: Sequence[bytes] = ()) -> int:
+        """One more prompt, as the sequences that run for it, and its images and videos as they came; returns its first
+        output's index."""
         count, first = self._params.n, len(self._parts) * self._params.n
         tokenizer = self._frontend.tokenizer
         streams = [OutputStream(first + i, tokenizer, self._params, self._shown) for i in range(count)]
         by_output = [*sequences] * (count // len(sequences))
         usage = Usage(prompt_tokens=len(sequences[0].prompt))
         part = _Part(request_id, by_output, streams, usage, count, [None] * count)
-        if self._frontend.recorder is not None and not sequences[0].media:  # which is not written, nor replayed
+        if self._frontend.recorder is not None:
+            part.files = files
             scored = self._params.logprobs is not None
             part.outputs = [RecordedOutput([], logprobs=[] if scored else None) for _ in range(count)]
         self._parts.append(part)
@@ -292,6 +298,8 @@ class Generation:
             part.timings["ttft"] = now - self._arrival  # what its target is about, though no token comes
         if (timing := output.timing) is not None:
             part.timings |= {"queue": timing.queue, "prefill": timing.prefill}
+            if (seen := timing.images) is not None:
+                part.timings |= {"image_wait": seen.waited, "encode": seen.encoding or None}
             part.preemptions += timing.preemptions
             if output.embedding is None:
                 part.timings["decode"] = timing.decode
@@ -336,10 +344,17 @@ class Generation:
             self._trace.prompt_ended(record, self._params)
         if frontend.recorder is not None and part.outputs is not None:
             failure = str(self._error or "") or ("the client left" if finish_reason == "abort" else "")
-            frontend.recorder.add(self._recorded(part, part.outputs, failure, frontend.recorder))
+            digests = [file_digest(file) for file in part.files]
+            recorded = self._recorded(part, part.outputs, digests, failure, frontend.recorder)
+            frontend.recorder.add(recorded, dict(zip(digests, part.files, strict=True)))
 
     def _recorded(
-        self, part: _Part, outputs: list[RecordedOutput], failure: str, recorder: RequestRecorder
+        self,
+        part: _Part,
+        outputs: list[RecordedOutput],
+        files: Sequence[str],
+        failure: str,
+        recorder: RequestRecorder,
     ) -> RecordedRequest:
         """A prompt and what came of it, to run it again."""
         asked = part.sequences[0]
@@ -364,6 +379,7 @@ class Generation:
             embedding=part.embedding,
             instance=",".join(part.routes),
             interruptions=part.interruptions,
+            media=[RecordedMedia(s.kind, s.start, s.length, f) for s, f in zip(asked.media, files, strict=True)],
             failure=failure,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from penstock.core.request import ImagesSeen
 from penstock.sched.cluster import ClusterView, Demand, InstanceLoad, Stage
 from penstock.service.recorder import (
     DecidedEntry,
@@ -124,6 +125,8 @@ def as_values(found: History) -> dict[str, Any]:
             "wait": outcome.wait,
             "tokens": outcome.tokens,
             "recoveries": [asdict(recovery) for recovery in outcome.recoveries],
+            "images": None if outcome.images is None else _images(outcome.images),
+            "image_fallbacks": list(outcome.image_fallbacks),
             "predicted_ttft_ms": predicted,
             "predicted_minus_actual_ttft_ms": None if predicted is None else predicted - outcome.ttft_ms,
         },
@@ -133,6 +136,7 @@ def as_values(found: History) -> dict[str, Any]:
 def _demand(demand: Demand) -> dict[str, Any]:
     return {
         "prompt_tokens": demand.prompt_tokens,
+        "image_tokens": demand.image_tokens,
         "max_tokens": demand.max_tokens,
         "ttft_ms": demand.ttft * 1e3,
         "tpot_ms": demand.tpot * 1e3,
@@ -142,6 +146,18 @@ def _demand(demand: Demand) -> dict[str, Any]:
         "cached_tokens": dict(demand.hits),
         "loaded_tokens": {name: dict(tiers) for name, tiers in demand.loads.items()},
         "excluded": sorted(demand.exclude),
+    }
+
+
+def _images(seen: ImagesSeen) -> dict[str, Any]:
+    return {
+        "count": seen.count,
+        "cached": seen.cached,
+        "found": seen.found,
+        "looked": seen.looked,
+        "brought": seen.brought,
+        "encode_ms": seen.encoding * 1e3,
+        "waited_ms": seen.waited * 1e3,
     }
 
 
@@ -175,6 +191,8 @@ def _placement(found: History, wall: float, number: int, decided: DecidedEntry) 
         "predicted_by": "policy" if decision.predicted_ttft is not None else "step times",
         "moves": [move_values(move) for move in decision.moves],
         "way": None if decision.way is None else asdict(decision.way),
+        "media_route": decision.media_route,
+        "images": [asdict(way) for way in decision.images],
         "instances": decided.instances,
         "stages": {stage: _candidates(decided, stage) for stage in _stages(decided)},
         "replayed": None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -12,7 +13,7 @@ from penstock.core.wire.engine import CacheDelta, ImageSource, MediaRoute
 from penstock.core.wire.master import PlacedImage
 from penstock.kv.index import DEVICE, ClusterIndex
 from penstock.sched.cluster import Demand
-from penstock.sched.cluster.base import Key
+from penstock.sched.cluster.base import ImageWay, Key
 from penstock.service.mesh import may_fetch
 from penstock.service.session import InstanceSession, Roster
 
@@ -21,6 +22,10 @@ UNKNOWN_MS = 10_000.0  # where nobody has measured how long an image takes
 GBPS = 1.0  # at which embeddings travel, as long as nobody has measured it
 ROUND_TRIPS_MS = 1.0
 NUMBER_BYTES = 4
+
+_How = Literal["looks", "looked"]
+_LOOKS: _How = "looks"
+_LOOKED: _How = "looked"
 
 
 class ImagePlaces:
@@ -39,7 +44,8 @@ class ImagePlaces:
         self.route = route
         self._sessions, self._roster = sessions, roster
         self._index = ClusterIndex()
-        self._ordered: dict[Key, list[tuple[str, PlacedImage]]] = {}  # what each is to look at, until it has
+        # what each is to look at, until it has; and whether others can have it from there
+        self._ordered: dict[Key, list[tuple[str, PlacedImage, bool]]] = {}
 
     # --- what instances have
 
@@ -75,7 +81,7 @@ class ImagePlaces:
         """Until all of them are seen, where this instance prefills: it is predicted as it would be done."""
         encoder = self._encoder(now, session, session)
         at, others = encoder or session, 0.0
-        own = 0.0 if encoder is None else at.encoding_tokens * (at.encode_ms or 0.0)
+        own = at.encoding_tokens * (at.encode_ms or 0.0)
         for image in images:
             if session.name in holders[image.digest]:
                 continue
@@ -91,6 +97,10 @@ class ImagePlaces:
         new = [image.tokens for image in images if not self._holders(image, now)]
         return new, sum(image.tokens for image in images) - sum(new)
 
+    def named_route(self, now: float) -> MediaRoute:
+        """As requests with images go now."""
+        return self.route or ("E+P+D" if self._roster.encoders(now) else "EP+D")
+
     # --- who looks at them
 
     def sources(
@@ -102,38 +112,57 @@ class ImagePlaces:
             home: who decodes, as far as that is known.
         """
         self.seen(key)
-        if not prefiller.peer.address:
-            return []
-        encoder = self._encoder(now, prefiller, home)
+        encoder = self._encoder(now, prefiller, home) if prefiller.peer.address else None
         found: list[ImageSource] = []
         for image in images:
             holders = self._holders(image, now)
             if prefiller.name in holders:
                 continue
-            holders = {name: s for name, s in holders.items() if may_fetch(prefiller, s)}
+            holders = {n: s for n, s in holders.items() if prefiller.peer.address and may_fetch(prefiller, s)}
             if holders and (encoder is not None or self._pays(prefiller, image)):
                 holder = min(holders.values(), key=lambda s: (s is not encoder, s.encoding_tokens, s.name))
                 wait = self._wait_ms(holder) if self._is_coming(holder, image) else GRACE_MS
                 found.append(ImageSource(image.digest, holder.peer, False, wait + PATIENCE * _travel_ms(holder, image)))
             elif encoder is not None:
-                encoder.encode(key, image.tokens)
                 self._index.expect(encoder.name, [image.digest])
-                self._ordered.setdefault(key, []).append((encoder.name, image))
+                self._order(key, encoder, image, shared=True)
                 found.append(ImageSource(image.digest, encoder.peer, True, self._wait_ms(encoder)))
+            else:
+                self._order(key, prefiller, image, shared=False)
         return found
+
+    def _order(self, key: Key, session: InstanceSession, image: PlacedImage, *, shared: bool) -> None:
+        session.encode(key, image.tokens)
+        self._ordered.setdefault(key, []).append((session.name, image, shared))
+
+    def ways(
+        self, key: Key, images: Sequence[PlacedImage], prefiller: InstanceSession, sources: Sequence[ImageSource]
+    ) -> list[ImageWay]:
+        """The same in short, for those who ask why."""
+        by_digest = {source.digest: source for source in sources}
+        own = {image.digest for name, image, _ in self._ordered.get(key, ()) if name == prefiller.name}
+        totals: dict[tuple[str, _How], tuple[int, int]] = {}
+        for image in images:
+            source = by_digest.get(image.digest)
+            at = prefiller.name if source is None else source.peer.name
+            looks = image.digest in own if source is None else source.encodes
+            place = at, _LOOKS if looks else _LOOKED
+            count, tokens = totals.get(place, (0, 0))
+            totals[place] = count + 1, tokens + image.tokens
+        return [ImageWay(at, how, *total) for (at, how), total in totals.items()]
 
     def seen(self, key: Key) -> None:
         """Nobody is to look at a request's images any more: it has its first token, has ended, or goes elsewhere."""
-        for name, image in self._ordered.pop(key, ()):
-            self._index.unexpect(name, [image.digest])
+        for name, image, shared in self._ordered.pop(key, ()):
+            if shared:
+                self._index.unexpect(name, [image.digest])
             if (session := self._sessions.get(name)) is not None:
                 session.encoded(key)
 
     def _encoder(self, now: float, prefiller: InstanceSession, home: InstanceSession) -> InstanceSession | None:
         """Who looks at images for this prefiller; None where it does so itself."""
-        route = self.route or "E+P+D"
         others: list[InstanceSession] = []
-        if route == "E+P+D":
+        if (route := self.named_route(now)) == "E+P+D":
             others = self._roster.encoders(now)
         elif route == "ED+P":
             decoders = [s for s in self._roster.able(now) if s.role == "decode"]
@@ -147,7 +176,7 @@ class ImagePlaces:
         return {s.name: s for s in known if s is not None and s.peer.address and not s.silent(now)}
 
     def _is_coming(self, session: InstanceSession, image: PlacedImage) -> bool:
-        return any((session.name, image) in ordered for ordered in self._ordered.values())
+        return any((session.name, image, True) in ordered for ordered in self._ordered.values())
 
     @staticmethod
     def _pays(session: InstanceSession, image: PlacedImage) -> bool:
@@ -166,7 +195,7 @@ class ImagePlaces:
         for session in self._sessions.values():
             own = Counter[Key]()
             for key, ordered in self._ordered.items():
-                own[key] += sum(image.tokens for name, image in ordered if name == session.name)
+                own[key] += sum(image.tokens for name, image, _ in ordered if name == session.name)
             assert {k: n for k, n in own.items() if n}.items() >= session.encodes.items(), "images are miscounted"
 
 

@@ -545,6 +545,9 @@ class Master:
             demand = sequence.demand = brought_by(demand, {prefiller.name: way})
         home = sequence.home = prefiller if decision.decode is None else self._sessions[decision.decode]
         images = self.images.sources(now, key, place.images, prefiller, home) if place.images else []
+        if place.images:
+            ways = self.images.ways(key, place.images, prefiller, images)
+            decision = msgspec.structs.replace(decision, media_route=self.images.named_route(now), images=ways)
         if looking := sorted({image.peer.name for image in images}):
             decision = msgspec.structs.replace(
                 decision, reason=_told(decision.reason, f"images at {', '.join(looking)}")

@@ -35,7 +35,7 @@ from penstock.sched.cluster import (
     Stop,
     Verdict,
 )
-from penstock.sched.cluster.base import Key, Way
+from penstock.sched.cluster.base import ImageWay, Key, Way
 from penstock.sched.steptime import StepTime
 from penstock.service.recorder import (
     DecidedEntry,
@@ -182,6 +182,8 @@ class DecidedRecord(FlightRecord, frozen=True):
     predicted_ttft: float | None
     moves: list[MoveRecord]
     way: Way | None = None
+    media_route: str = ""
+    images: list[ImageWay] = msgspec.field(default_factory=list)
 
 
 class RelocatedRecord(FlightRecord, frozen=True):
@@ -293,6 +295,8 @@ class RecordEncoder:
             predicted_ttft=decision.predicted_ttft,
             moves=[_move_record(move) for move in decision.moves],
             way=decision.way,
+            media_route=decision.media_route,
+            images=list(decision.images),
         )
 
     def _instance(self, name: str, out: list[AnyRecord]) -> int:
@@ -481,6 +485,8 @@ class RecordDecoder:
             predicted_ttft=record.predicted_ttft,
             moves=tuple(move for move in map(_move, record.moves) if isinstance(move, Move)),
             way=record.way,
+            media_route=record.media_route,
+            images=tuple(record.images),
         )
         here = {record.demand, *record.queue, *record.offline}
         self._demands = {number: known for number, known in self._demands.items() if number in here}

@@ -2,8 +2,9 @@
 again.
 
 A record is a folder with FRONTEND.jsonl of each frontend, and FRONTEND.jsonl.1 from before its last rotation. A line
-stands for itself, so that files may be joined and filtered. One without an end is being written, or was when its
-frontend was killed; it is not read.
+stands for itself, so that files may be joined and filtered, but for images and videos: each is a line of its own
+(`RecordedFile`), before the first request of its file that has it. A line without an end is being written, or was when
+its frontend was killed; it is not read.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
 from penstock.core.errors import ConfigError
+from penstock.core.request import MediaKind
 from penstock.core.sampling import SamplingParams
 
 VERSION = 1
 BEGINS = b'{"version":'  # every line
+FIRST = 32  # bytes of a line that have its version and the name of its next field
 SUFFIX, OLDER = ".jsonl", ".1"
 RESOLVED = {"seed", "max_tokens", "truncate_prompt_tokens", "truncation_side"}  # a record has what came of them
 LOWEST = -9999.0  # stands for minus infinity in log-probabilities, which JSON has not
@@ -57,6 +62,27 @@ class Interruption(msgspec.Struct):
     why: str
 
 
+class RecordedFile(msgspec.Struct):
+    """An image or a video as it came.
+
+    Attributes:
+        file: its digest; see `file_digest`.
+    """
+
+    version: int
+    file: str
+    content: bytes
+
+
+class RecordedMedia(msgspec.Struct):
+    """Tokens [start, start + length) of a prompt stand for an image or a video: the one of `RecordedFile.file`."""
+
+    kind: MediaKind
+    start: int
+    length: int
+    file: str
+
+
 class RecordedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt of a client's request, with all its outputs.
 
@@ -75,6 +101,7 @@ class RecordedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         embedding: what came of that, as engines bring it: of the model's own length; None where nothing did.
         instance: where its sequences ran, as in the log.
         interruptions: that it survived.
+        media: of its prompt, in order.
         failure: what ended it early; "" when all outputs ended by themselves.
         penstock: version of the server.
     """
@@ -98,8 +125,13 @@ class RecordedRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     embedding: list[float] | None = None
     instance: str = ""
     interruptions: list[Interruption] = []
+    media: list[RecordedMedia] = []
     failure: str = ""
     penstock: str = ""
+
+
+def file_digest(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()
 
 
 def recorded_params(params: SamplingParams) -> dict[str, Any]:
@@ -112,7 +144,7 @@ class Line:
     """Where a request is in the files of a record.
 
     Attributes:
-        id, at: see `RecordedRequest`.
+        id, at: see `RecordedRequest`; of a `RecordedFile` its digest, and inf.
         start, length: bytes.
     """
 
@@ -131,7 +163,7 @@ class RequestRecord:
         path: a folder, or one of its files, which brings the one from before its rotation.
 
     Attributes:
-        lines: by arrival.
+        lines: of requests, by arrival.
 
     Raises ConfigError when there is no record, or a line is none.
     """
@@ -143,14 +175,15 @@ class RequestRecord:
             if not self._files:
                 allowed = f"allowed is a folder of --record-requests, or a file NAME{SUFFIX} of it"
                 raise ConfigError(f"RECORD: {path}, {allowed}", "record")
-            lines = [line for number, file in enumerate(self._files) for line in _scan(number, file)]
+            found = [line for number, file in enumerate(self._files) for line in _scan(number, file)]
         except OSError as error:
             self._stack.close()
             raise ConfigError(f"RECORD: {path} cannot be read ({error.strerror or error})", "record") from None
         except BaseException:
             self._stack.close()
             raise
-        self.lines: Sequence[Line] = sorted(lines, key=lambda line: line.at)
+        self.lines: Sequence[Line] = sorted((line for line in found if line.at < inf), key=lambda line: line.at)
+        self._images = {line.id: line for line in found if line.at == inf}
 
     def __enter__(self) -> RequestRecord:
         return self
@@ -159,11 +192,23 @@ class RequestRecord:
         self._stack.close()
 
     def read(self, line: Line) -> RecordedRequest:
-        file = self._files[line.file]
-        return _DECODER.decode(os.pread(file.fileno(), line.length, line.start))
+        return _DECODER.decode(self._content(line))
+
+    def has(self, digest: str) -> bool:
+        """Whether it has the file of `RecordedMedia.file`."""
+        return digest in self._images
+
+    def image(self, digest: str) -> bytes | None:
+        """The file of `RecordedMedia.file`; None where it is not in this record."""
+        line = self._images.get(digest)
+        return None if line is None else _FILE_DECODER.decode(self._content(line)).content
+
+    def _content(self, line: Line) -> bytes:
+        return os.pread(self._files[line.file].fileno(), line.length, line.start)
 
 
 _DECODER = msgspec.json.Decoder(RecordedRequest)
+_FILE_DECODER = msgspec.json.Decoder(RecordedFile)
 
 
 def older_file(path: Path) -> Path:
@@ -191,17 +236,18 @@ def _scan(number: int, file: BinaryIO) -> Iterator[Line]:
         if not content.endswith(b"\n"):
             return
         if content.strip():
-            request = _decoded(content, f"RECORD: {file.name}:{count}")
-            yield Line(request.id, request.at, number, start, len(content))
+            found = _decoded(content, f"RECORD: {file.name}:{count}")
+            name, at = (found.file, inf) if isinstance(found, RecordedFile) else (found.id, found.at)
+            yield Line(name, at, number, start, len(content))
         start += len(content)
 
 
-def _decoded(content: bytes, named: str) -> RecordedRequest:
+def _decoded(content: bytes, named: str) -> RecordedRequest | RecordedFile:
     """Raises ConfigError."""
     try:
-        request = _DECODER.decode(content)
+        found = (_FILE_DECODER if b'"file"' in content[:FIRST] else _DECODER).decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{named}: no recorded request ({error})", "record") from None
-    if request.version != VERSION:
-        raise ConfigError(f"{named}: version {request.version}, allowed is {VERSION}", "record")
-    return request
+    if found.version != VERSION:
+        raise ConfigError(f"{named}: version {found.version}, allowed is {VERSION}", "record")
+    return found

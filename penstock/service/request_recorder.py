@@ -2,6 +2,9 @@
 
 A request's end costs a few references. A thread makes lines of them and appends many at once. It is behind by at most
 `MOST_WAITING` tokens: what comes then is dropped and counted, as is what cannot be written.
+
+An image or a video is written once in each file, before the first request that has it, so that a file that is left
+behind by a rotation has all that its requests need.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,13 +26,15 @@ from penstock import __version__
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
 from penstock.obs.metrics import Metrics
-from penstock.service.request_record import BEGINS, SUFFIX, RecordedRequest, older_file
+from penstock.service.request_record import BEGINS, SUFFIX, VERSION, RecordedFile, RecordedRequest, older_file
 
+Files: TypeAlias = "Mapping[str, bytes]"  # images and videos of a request, by their digest
+NO_FILES: Files = {}
 log = logging.getLogger("penstock.frontend")
 FIELD = "record-requests"
 LEAST = 1 << 20  # bytes of a record
 EVERY = 0.05  # seconds in which more requests end that are written together: what a crash loses
-MOST_WAITING = 1 << 22  # tokens that are not written yet; a request counts `OVERHEAD` more
+MOST_WAITING = 1 << 22  # tokens that are not written yet; a request counts `OVERHEAD` more, 8 bytes of a file one
 OVERHEAD = 1000  # as there may be long texts beside them
 AT_ONCE = 1 << 18  # bytes in a write
 SAY_AGAIN = 60.0  # seconds between two lines of the log on the same trouble
@@ -66,8 +72,9 @@ class RequestRecorder:
         self._metrics, self._clock, self._wall = metrics, clock, wall
         self._encoder = msgspec.json.Encoder()
         self._lock = threading.Lock()  # of the next two
-        self._waiting: list[RecordedRequest] = []
+        self._waiting: list[tuple[RecordedRequest, Files]] = []
         self._tokens = 0  # in them
+        self._inside: set[str] = set()  # files that were written to the one that is open; of the thread
         self._said = ("", 0.0)  # what was logged last, and when
         self._file: int | None = None
         try:
@@ -85,14 +92,14 @@ class RequestRecorder:
         """A time of the clock in seconds since 1970, UTC."""
         return self._wall() - self._clock.now() + time
 
-    def add(self, request: RecordedRequest) -> None:
-        """Have it written; its lists may not change any more."""
+    def add(self, request: RecordedRequest, files: Files = NO_FILES) -> None:
+        """Have it written, with its images and videos; its lists may not change any more."""
         request.penstock = __version__
-        tokens = _weight(request)
+        tokens = _weight(request, files)
         with self._lock:
             fits = self._tokens + tokens <= MOST_WAITING or not self._waiting
             if fits:
-                self._waiting.append(request)
+                self._waiting.append((request, files))
                 self._tokens += tokens
         if fits:
             self._wake.set()
@@ -107,7 +114,7 @@ class RequestRecorder:
 
     def check(self) -> None:
         with self._lock:
-            assert self._tokens == sum(map(_weight, self._waiting)), "tokens that wait are miscounted"
+            assert self._tokens == sum(_weight(*each) for each in self._waiting), "tokens that wait are miscounted"
 
     # --- the thread
 
@@ -122,33 +129,34 @@ class RequestRecorder:
         if self._file is not None:
             os.close(self._file)
 
-    def _write(self, requests: list[RecordedRequest]) -> None:
-        lines: list[bytes] = []
+    def _write(self, requests: list[tuple[RecordedRequest, Files]]) -> None:
+        lines: list[tuple[bytes, Files]] = []
         size = 0
-        for request in requests:
+        for request, files in requests:
             try:
                 line = self._encoder.encode(request) + b"\n"
             except Exception as error:
                 self._drop(1, f"it cannot be written ({type(error).__name__}: {error})")
                 continue
-            if len(line) > self._limit:
-                self._drop(1, f"it has {len(line)} bytes, at most {self._limit} are allowed, half of {FIELD}-size")
+            length = len(line) + sum(map(_length, files.values()))
+            if length > self._limit:
+                self._drop(1, f"it has {length} bytes, at most {self._limit} are allowed, half of {FIELD}-size")
                 continue
-            if lines and size + len(line) > AT_ONCE:
+            if lines and size + length > AT_ONCE:
                 self._append(lines)
                 lines, size = [], 0
-            lines.append(line)
-            size += len(line)
+            lines.append((line, files))
+            size += length
         if lines:
             self._append(lines)
 
-    def _append(self, lines: list[bytes]) -> None:
+    def _append(self, lines: list[tuple[bytes, Files]]) -> None:
         """All of them, or none."""
-        content = b"".join(lines)
         try:
             if self._file is None:  # there was no room for it
                 self._file = self._begun()
             status = os.fstat(self._file)
+            content, inside = self._content(lines, self._inside)
             is_full = status.st_size and status.st_size + len(content) > self._limit
             is_removed = not status.st_nlink
             if is_full and not is_removed:
@@ -158,6 +166,7 @@ class RequestRecorder:
                 file = self._open()
                 os.close(self._file)
                 self._file = file
+                content, inside = self._content(lines, set())
             end = os.fstat(self._file).st_size
             try:
                 _write_all(self._file, content)
@@ -168,7 +177,19 @@ class RequestRecorder:
         except (OSError, ConfigError) as error:
             self._drop(len(lines), str(error))
             return
+        self._inside = inside
         self._metrics.observe_recorded("written", len(lines))
+
+    def _content(self, lines: list[tuple[bytes, Files]], inside: set[str]) -> tuple[bytes, set[str]]:
+        """What is to be appended to a file that has such images and videos inside, and what it has then."""
+        content, inside = list[bytes](), {*inside}
+        for line, files in lines:
+            for digest, data in files.items():
+                if digest not in inside:
+                    inside.add(digest)
+                    content.append(self._encoder.encode(RecordedFile(VERSION, digest, data)) + b"\n")
+            content.append(line)
+        return b"".join(content), inside
 
     def _drop(self, count: int, why: str) -> None:
         self._metrics.observe_recorded("dropped", count)
@@ -202,9 +223,15 @@ class RequestRecorder:
         return file
 
 
-def _weight(request: RecordedRequest) -> int:
+def _length(file: bytes) -> int:
+    """Bytes of its line, at most."""
+    return len(file) * 4 // 3 + 128
+
+
+def _weight(request: RecordedRequest, files: Files) -> int:
     numbers = sum(len(output.tokens) + 3 * len(output.logprobs or ()) for output in request.outputs)
-    return OVERHEAD + len(request.prompt) + numbers + 3 * len(request.embedding or ())  # of which each is longer
+    beside = 3 * len(request.embedding or ()) + sum(map(len, files.values())) // 8
+    return OVERHEAD + len(request.prompt) + numbers + beside  # numbers are longer than tokens
 
 
 def _write_all(file: int, content: bytes) -> None:

@@ -73,7 +73,7 @@ class InstanceSession:
         prompts: that are to be prefilled here, by key.
         homes: sequences that stay here after their prompt.
         begun: those of them whose first token was sampled.
-        encodes: image tokens that it is to look at for others, by key.
+        encodes: image tokens that it is to look at, also for others, by key.
         load: what policies see of it; None when that has changed.
         touched: gets its name on every change, and when it reports after a silence.
         peer, name: from its `Ready`.
@@ -190,6 +190,7 @@ class InstanceSession:
         """Its prompt is sent here."""
         tokens = demand.to_compute(self.name)
         seconds = self.view().queued_seconds(tokens, demand.prompt_tokens - tokens)
+        seconds += self.encodes.get(demand.key, 0) * (self.encode_ms or 0.0) / 1e3
         sequence = self.snapshot.sequence if self.snapshot is not None else 0
         self.prompts[demand.key] = Prompt(tokens, seconds, now, demand.offline, sequence + UNSEEN)
         self._pending += tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -21,7 +22,7 @@ class WorkImage(NamedTuple):
 
     Attributes:
         number: of its content: equal ones are the same image, of as many tokens.
-        tokens: of the prompt that stand for it.
+        tokens: of the prompt that stand for it; 0 where it is beside the prompt, and the server knows alone.
     """
 
     number: int
@@ -163,12 +164,21 @@ def _fit(request: WorkRequest, limit: int) -> WorkRequest:
 
 
 def unrelated(requests: Sequence[WorkRequest], count: int) -> list[WorkRequest]:
-    """`count` requests of the same lengths, all at 0 s, that share no prefix with `requests` or each other, for warming
-    up."""
+    """`count` requests of the same lengths, all at 0 s, that share no prefix or image with `requests` or each other, to
+    warm up."""
     beyond = max(request.number for request in requests) + 1
+    unseen = itertools.count(max((image.number for request in requests for image in request.images), default=-1) + 1)
+    chosen = [requests[i % len(requests)] for i in range(count)]
     return [
-        replace(requests[i % len(requests)], number=beyond + i, at=0.0, prefix=(), block_tokens=0, images=())
-        for i in range(count)
+        replace(
+            request,
+            number=beyond + i,
+            at=0.0,
+            prefix=(),
+            block_tokens=0,
+            images=tuple(WorkImage(next(unseen), image.tokens) for image in request.images),
+        )
+        for i, request in enumerate(chosen)
     ]
 
 

@@ -247,7 +247,7 @@ async def test_a_decoder_that_hangs_or_ends_is_replaced(client, frontend, tmp_pa
     frontend.media.limits = MediaLimits()
     for worker in frontend.media._all:
         worker._command = usual
-    assert (await frontend.media.load([part(good)]))[0].length == 4
+    assert (await frontend.media.load([part(good)]))[0][0].length == 4
     frontend.media.close()
 
 
@@ -258,10 +258,13 @@ def part(url: str, kind: str = "image"):
 
 
 async def test_what_is_taken(loader):
-    made = await loader.load([part(data_url(encoded(kind))) for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP")])
+    kinds = ("PNG", "JPEG", "GIF", "BMP", "WEBP")
+    loaded = await loader.load([part(data_url(encoded(kind))) for kind in kinds])
+    assert [file for _, file in loaded] == [encoded(kind) for kind in kinds]
+    made = [one for one, _ in loaded]
     assert [one.shape for one in made] == [(1, 56, 56)] * 5
     assert made[0].digest == made[3].digest != made[1].digest
-    (film,) = await loader.load([part(data_url(video(16, 84, 56), "video/mp4"), "video")])
+    ((film, _),) = await loader.load([part(data_url(video(16, 84, 56), "video/mp4"), "video")])
     assert (film.kind, film.shape, film.grid) == ("video", (8, 56, 84), (4, 2, 3))
     assert film.interval == pytest.approx(2.0)
     assert len(film.pixels) == 8 * 56 * 84 * 3

@@ -142,7 +142,10 @@ class FakeServer:
         await asyncio.sleep(self.first_delay)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        prompt = len(body["prompt"]) if "prompt" in body else len(body["messages"][-1]["content"].split())
+        said = body.get("prompt") or body["messages"][-1]["content"]
+        if isinstance(said, list) and isinstance(said[0], dict):
+            said = " ".join(part["text"] for part in said if part["type"] == "text")
+        prompt = len(said.split() if isinstance(said, str) else said)
         total = min(body.get("max_tokens", 5), self.stop_early or 10**9)
         tokens, finish = [FIRST_ID] * total, "length"
         if self.drawn:

@@ -1,6 +1,8 @@
 """`penstock bench` from its flags to its exit code."""
 
 import argparse
+import base64
+import io
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -71,6 +73,21 @@ def test_serve_a_trace_and_prefixes(server, tmp_path):
     assert len({tuple(prompt[:8]) for prompt in words}) == 1
 
 
+def test_images(server):
+    Image = pytest.importorskip("PIL.Image")
+    flags = ("--endpoint", "chat", "--images", 2, "--image-size", "20x30", "--image-repeats", 0.5)
+    assert serve(server, *flags, "--num-prompts", 8) == 0
+    warm_up, *sent = [body["messages"][0]["content"] for body in server.bodies[1:]]
+    urls = [[part["image_url"]["url"] for part in parts[:2]] for parts in sent]
+    for url in (url for both in urls for url in both):
+        with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
+            image.load()
+            assert (image.size, image.mode) == ((20, 30), "RGB")
+    assert len({url for both in urls for url in both}) < 16
+    assert not {part["image_url"]["url"] for part in warm_up[:2]} & {url for both in urls for url in both}
+    assert len({parts[2]["text"] for parts in sent}) == 8
+
+
 def test_a_run_in_which_nothing_succeeded_fails(server, capsys):
     server.fail_every = 2  # the trial passes
     assert serve(server, "--num-prompts", 1, "--num-warmups", 0) == 1
@@ -120,6 +137,9 @@ def test_slo_by_rate_fails_when_no_load_will_do(server, tmp_path):
             ("slo", "--goodput", "ttft:5", "--search", "concurrency", "--start", 1.5),
             "--start: 1.5, allowed is a whole number",
         ),
+        (("serve", "--images", 1), "--images: 1, allowed with --endpoint chat alone"),
+        (("serve", "--images", 1, "--endpoint", "chat", "--verify"), "--images: 1, allowed without --verify"),
+        (("serve", "--image-size", "20"), "--image-size: '20', allowed is WIDTHxHEIGHT in pixels"),
         (("latency", "--model", "m", "--batch-size", 0), "--batch-size: '0'"),
     ],
 )

@@ -65,6 +65,14 @@ def test_lengths_from_a_file(tmp_path):
     assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(5, 50), (6, 60)}
 
 
+def test_images_of_which_some_came_before():
+    requests = Dataset(count=100, input_len=30, images=2, image_repeats=0.5, request_rate=1.0).build()
+    assert {(r.prompt_tokens, len(r.images)) for r in requests} == {(30, 2)}
+    assert len({image.number for r in requests for image in r.images}) == pytest.approx(100, abs=25)
+    text = Dataset(count=100, input_len=30, request_rate=1.0).build()
+    assert [r.at for r in requests] == [r.at for r in text]
+
+
 def test_the_seed_decides():
     one, again, other = (Dataset(count=50, range_ratio=0.9, request_rate=1.0, seed=seed).build() for seed in (1, 1, 2))
     assert one == again != other
@@ -80,6 +88,7 @@ def test_the_seed_decides():
             {"name": "trace", "path": "x", "request_rate": 2.0, "trace_scale": 3.0},
             "--trace-scale: 3 with --request-rate 2",
         ),
+        ({"image_repeats": 0.5}, "--image-repeats: 0.5, allowed with --images alone"),
     ],
 )
 def test_contradictions_are_named(settings, message):

@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from penstock.cli.main import main
+from penstock.service.request_record import FIRST, RequestRecord
 from tests.helpers.servers import serving
+from tests.helpers.waiting import eventually
 from tools.make_checkpoint import write
 
 pytest.importorskip("transformers")
@@ -33,8 +36,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint):
-    with serving(str(checkpoint), *FLAGS, "--served-model-name", "tiny") as server:
+def record(tmp_path_factory):
+    return tmp_path_factory.mktemp("record")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, record):
+    with serving(str(checkpoint), *FLAGS, "--served-model-name", "tiny", "--record-requests", str(record)) as server:
         yield server
 
 
@@ -168,8 +176,9 @@ def test_images_in_a_prompt(server):
     for prompt, more, field, said in (
         ("no tag", {"urls": [red]}, "urls", "1 images, the prompt has 0 times <image>"),
         ("<image><image>", {"urls": [red]}, "urls", "2 times <image>"),
+        ([5, 6], {"urls": [red]}, "urls", "1 images, the prompt has 0 tokens for one"),
         ("<image>", {"urls": [red], "images": [red]}, "images", "without urls"),
-        (["<image>", "<image>"], {"images": [red]}, "images", "one text"),
+        (["<image>", "<image>"], {"images": [red]}, "images", "a single prompt"),
         ("<image>", {"urls": ["data:image/png;base64,AAAA"]}, "urls[0]", "not an image"),
         ("<image>", {"urls": ["http://127.0.0.1/a.png"]}, "urls[0]", "--allowed-media-domains"),
         ("<image><|image_pad|>", {"urls": [red]}, "prompt", "no text that reads as one"),
@@ -243,3 +252,42 @@ def test_what_is_refused(server):
     assert "places for images" in refused.json()["error"]["message"]
     refused = ask(server, text="<|image_pad|>")
     assert refused.status_code == 200, "without an image it is a token as any other"
+
+
+def test_recorded_requests_bring_the_same_tokens_again(server, record, tmp_path):
+    """An image that comes twice, a video, and urls of a completion; an image that the record lacks is named."""
+    from tests.helpers.hostile import video
+
+    film = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{b64encode(video(16, 84, 56)).decode()}"}}
+    picture = {"type": "image_url", "image_url": {"url": url(drawn("purple"))}}
+    asked = {
+        "twice": [picture, {"type": "text", "text": "What are they?"}, picture],
+        "both": [film, picture, {"type": "text", "text": "What is it?"}],
+    }
+    for name, parts in asked.items():
+        body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "max_tokens": 12, "logprobs": True}
+        headers = {"x-request-id": name}
+        answer = httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+    body = {"model": "tiny", "prompt": "<image> is", "urls": [url(drawn("purple"))], "max_tokens": 12, "n": 2}
+    answer = httpx.post(server.url + "/v1/completions", json=body, headers={"x-request-id": "text"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+    def recorded():
+        with RequestRecord(record) as found:
+            return {line.id: len(found.read(line).media) for line in found.lines}
+
+    names = {"twice": 2, "both": 2, "text": 1}
+    eventually(lambda: names.items() <= recorded().items())
+    chosen = [word for name in names for word in ("--request", name)]
+    flags = ["--url", server.url, "--json", str(tmp_path / "out.json")]
+    assert main(["replay", str(record), *flags, *chosen]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["same"], found["outputs"], found["numbers"]) == (3, 4, 24)
+    assert found["equal_numbers"] == 24
+    lines = (record / "frontend-0.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "requests.jsonl").write_bytes(b"".join(line for line in lines if b'"file"' not in line[:FIRST]))
+    assert main(["replay", str(tmp_path), *flags, *chosen]) == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["not_compared"], found["failed"]) == (3, 0)
+    assert "the record lacks an image of it" in found["not_compared_requests"][0]["why"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,19 @@ class UpProcesses(Served):
                 self.wait_for(READY)
             self.urls = [f"http://127.0.0.1:{port}" for port in self._ports()]
             for instance in instances:
-                known = f"{instance} is ready: "  # says the master
-                eventually(lambda known=known: any(known in line for line in self.lines), 90, self.log)
+                eventually(partial(self._master_knows, instance), 90, self.log)
             for frontend in range(frontends):
-                eventually(lambda frontend=frontend: self._ready(frontend) == set(instances), 90, self.log)
+                eventually(partial(self._has_all, frontend, set(instances)), 90, self.log)
             self.folder = Path(self.settings("frontend-0")["heartbeat"]).parent
         except BaseException:
             self.close()
             raise
+
+    def _master_knows(self, instance: str) -> bool:
+        return any(f"{instance} is ready: " in line for line in self.lines)
+
+    def _has_all(self, frontend: int, instances: set[str]) -> bool:
+        return self._ready(frontend) == instances
 
     def _ready(self, frontend: int) -> set[str]:
         """Instances that a frontend is connected to; it serves as soon as it is to one."""
@@ -123,11 +129,10 @@ def deployed(content: Mapping[str, Any] | Path, *arguments: str, new_group: bool
         new_group: so that a signal can be sent to the whole group.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file, settings = content, content
         if isinstance(content, Path):
-            settings = yaml.safe_load(content.read_text())
+            file, settings = content, yaml.safe_load(content.read_text())
         else:
-            file = Path(folder) / "up.yaml"
+            file, settings = Path(folder) / "up.yaml", content
             file.write_text(yaml.safe_dump(dict(content), sort_keys=False))
         frontends = settings.get("frontends", 1)
         names = instance_names(settings)

@@ -278,3 +278,31 @@ def test_placeholders_without_media_are_tokens(model):
     """As transformers has it."""
     collector = Collector(make_engine(model))
     assert len(collector.run(make_request("r", [5, IMAGE, IMAGE, 6]))["r"]) == 24
+
+
+def test_what_became_of_images_is_told(model):
+    """Of each answer: cached, found, looked at, and for how long; and what the predictor knows of it."""
+    engine = make_engine(model, media_tokens=100)
+    said = {}
+
+    def ask(name, parts):
+        engine.add(seeing(name, parts, max_tokens=2))
+        while name not in said:
+            said.update({o.request_id: o.timing.images for o in engine.step()[0] if o.finish is not None})
+        return said[name]
+
+    assert engine.encode_ms is None
+    first = ask("first", [text(70, 1), picture(3, 5, 1), text(60, 2), picture(3, 5, 2)])
+    assert (first.count, first.cached, first.looked, first.found) == (2, 0, 2, 0)
+    assert first.encoding > 0
+    assert engine.encode_ms == pytest.approx(first.encoding / 30 * 1e3, rel=0.9)
+    again = ask("again", [text(70, 1), picture(3, 5, 1), text(60, 2), picture(3, 5, 2), [5]])
+    assert (again.cached, again.looked, again.found) == (2, 0, 0)
+    other = ask("other", [text(9, 3), picture(3, 5, 2), picture(3, 5, 3)])
+    assert (other.cached, other.looked, other.found) == (0, 1, 1)
+    engine.add(make_request("text", [1, 2, 3], max_tokens=1))
+    (output,) = engine.step()[0]
+    assert output.timing.images is None
+    encodes = engine.scheduler.encodes
+    assert (encodes.looked, encodes.wanted, encodes.found) == (3, 4, 1)
+    assert encodes.seconds == pytest.approx(first.encoding + other.encoding)

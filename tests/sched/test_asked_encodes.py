@@ -52,7 +52,7 @@ def test_prompts_and_images_of_others_take_turns():
 
 def test_what_others_have_seen_needs_no_look():
     class Waiting:
-        id, blocks, turn, settled = "r", [], (0.0,), 0
+        id, blocks, turn, settled, answered, images = "r", [], (0.0,), 0, None, None
         request = replace(
             make_request("r", [1] * 20),
             media=(replace(image("a"), embedded=True),),

@@ -139,10 +139,11 @@ def test_a_request_waits_for_its_images(held):
     assert held.command.request.pixels == (b"", b""), "pixels go to who looks at them alone"
     for digest in (b"one", b"two"):
         assert not held.images.ready
-        held.wire.cache.put(digest, Embedding.of(b"seen " + digest))
+        held.wire.cache.put(digest, Embedding.of(b"seen " + digest, 0.375))
         held.wire.give.made(digest)
         held.wire.run()
-    ((frontend, command),) = held.images.ready
+    ((frontend, command, seen, since),) = held.images.ready
+    assert (seen.count, seen.brought, seen.encoding, since) == (2, 2, 0.75, 0.0)
     assert (frontend, command.generation, command.images) == ("f", 3, [])
     assert command.request.pixels == (b"seen one", b"seen two")
     assert all(span.embedded for span in command.request.media)
@@ -162,7 +163,8 @@ def test_what_lacks_is_asked_for(held):
         held.images.pixels("f", wrong)
         assert not held.images.ready
     held.images.pixels("f", Pixels(7, "r", 3, [(b"two", b"pixels2")]))
-    ((_, command),) = held.images.ready
+    ((_, command, seen, _),) = held.images.ready
+    assert seen.brought == 1
     assert command.request.pixels == (b"seen one", b"pixels2")
     assert [span.embedded for span in command.request.media] == [True, False]
 

@@ -8,6 +8,9 @@ from penstock.core.wire.engine import CacheDelta, Failed
 from penstock.core.wire.master import Begun, Ended, Place, PlacedImage
 from penstock.kv.embeddings import EMBEDDINGS
 from penstock.sched.cluster import InstanceLoad
+from penstock.service.history import as_values, collect, pattern_of
+from penstock.service.recorder import FlightRecorder
+from penstock.service.recording import RecordDecoder, RecordEncoder, from_bytes, to_bytes
 from tests.helpers.scripted import LAYOUT
 from tests.service.test_master import Cluster
 
@@ -163,3 +166,48 @@ def test_a_policy_changes_the_route_of_what_comes_next():
     cluster.tick()
     assert looks(cluster.ask(PlacedImage(b"grey", 10))) == [("e0", True)]
     assert media.came[:2] == [("r1", [300], 0), ("r2", [300], 300)]
+
+
+def test_what_a_prefiller_looks_at_itself_takes_its_time():
+    """So another one begins sooner; and a prompt without images waits for them too."""
+    cluster = Seeing("p0", "p1", "d0")
+    for name in ("p0", "p1"):
+        cluster.snap(name, 2, encode_ms=1.0)
+    busy = legs(cluster.ask(PlacedImage(b"large", 5000)))[0]
+    (free,) = {"p0", "p1"} - {busy}
+    sessions = cluster.master._sessions
+    assert (sessions[busy].encoding_tokens, sessions[free].encoding_tokens) == (5000, 0)
+    loads = {load.name: load for load in cluster.master._view(0.0).instances}
+    assert loads[busy].free_at - loads[free].free_at >= 5.0
+    demand = cluster.master._demand(0.0, ("f", "r"), Place("r", 700, 10, [], images=[RED]))
+    assert demand.images_in == {busy: pytest.approx(5.3), free: pytest.approx(0.3), "d0": 0.0}
+    cluster.frontend(Begun(["r1"]))
+    assert sessions[busy].encoding_tokens == 0
+    cluster.master.check()
+
+
+def test_why_images_are_looked_at_where_they_are():
+    cluster = Seeing("e0", "p0", "d0")
+    cluster.has("p0", RED)
+    recorder = cluster.master._recorder = FlightRecorder()
+    cluster.ask(RED, BLUE)
+    decision = recorder.entries[-1].decision
+    assert decision.media_route == "E+P+D"
+    assert {(way.at, way.how, way.images, way.tokens) for way in decision.images} == {
+        ("p0", "looked", 1, RED.tokens),
+        ("e0", "looks", 1, BLUE.tokens),
+    }
+    encoder = RecordEncoder()
+    records = [encoder.begin(0.0, 0.0), *(record for entry in recorder.entries for record in encoder.encode(entry))]
+    again = [entry for _, entry in RecordDecoder().decode([from_bytes(to_bytes(record)) for record in records])]
+    assert list(again[-1].decision.images) == decision.images
+    (sequence,) = collected(recorder, "r1")
+    (placement,) = as_values(sequence)["placements"]
+    assert placement["media_route"] == "E+P+D"
+    assert [way["at"] for way in placement["images"]] == ["p0", "e0"]
+
+
+def collected(recorder, name):
+    found = {}
+    collect(((entry.now, entry) for entry in recorder.entries), pattern_of(name), found)
+    return list(found.values())

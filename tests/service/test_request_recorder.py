@@ -18,11 +18,14 @@ from penstock.service import request_recorder
 from penstock.service.instances import ChannelLost
 from penstock.service.request_record import (
     BEGINS,
+    FIRST,
     VERSION,
     Interruption,
+    RecordedMedia,
     RecordedOutput,
     RecordedRequest,
     RequestRecord,
+    file_digest,
     recorded_params,
 )
 from penstock.service.request_recorder import LEAST, RequestRecorder
@@ -120,6 +123,52 @@ def test_the_oldest_go_where_there_is_no_room(tmp_path):
     kept = [int(one.id) for one in read(tmp_path)]
     assert kept == list(range(110 - len(kept), 110))
     assert counted(writer, "written") == 110
+
+
+def test_an_image_is_written_once_in_each_file(tmp_path):
+    """So that whatever is left after a rotation has all that it needs."""
+    images = {file_digest(data): data for data in (b"\0" + bytes(100_000), b"\1\xff", b"")}
+    first, second, empty = images
+    writer = recorder(tmp_path, LEAST)
+
+    def add(number, *digests):
+        media = [RecordedMedia("image", 1, 1, digest) for digest in digests]
+        writer.add(request(str(number), number, media=media), {digest: images[digest] for digest in digests})
+        eventually(lambda: counted(writer, "written") == number + 1)
+
+    add(0, first, second, first)
+    add(1, second, empty)
+    lines = (tmp_path / "frontend-0.jsonl").read_bytes().splitlines()
+    assert [b'"file"' in line[:FIRST] for line in lines] == [True, True, False, True, False]
+    for number in range(2, 6):
+        writer.add(request("filler", 0.5, prompt=[100_000] * 20_000))
+        eventually(lambda: counted(writer, "written") == number + 1)  # noqa: B023
+    assert (tmp_path / "frontend-0.jsonl.1").exists()
+    (tmp_path / "frontend-0.jsonl.1").unlink()
+    add(6, second)
+    with RequestRecord(tmp_path) as record:
+        assert "6" in [line.id for line in record.lines]
+        assert (record.has(second), record.image(second), record.image(first)) == (True, b"\1\xff", None)
+    large = file_digest(b"large")
+    writer.add(request("large", 9.0), {large: bytes(400_000)})
+    writer.close()
+    writer.check()
+    assert counted(writer, "dropped") == 1
+
+
+def test_images_that_wait_have_weight(tmp_path, monkeypatch, caplog):
+    gate = threading.Event()
+    monkeypatch.setattr(request_recorder, "_write_all", lambda file, content: gate.wait(20))
+    monkeypatch.setattr(request_recorder, "MOST_WAITING", 20_000)
+    writer = recorder(tmp_path)
+    writer.add(request("a"))
+    eventually(lambda: not writer._waiting)  # the thread has it
+    for name in ("b", "c"):
+        writer.add(request(name), {name: bytes(100_000)})
+        writer.check()
+    assert counted(writer, "dropped") == 1
+    gate.set()
+    writer.close()
 
 
 def test_what_cannot_be_a_record_is_refused_by_name(tmp_path):

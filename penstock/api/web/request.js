@@ -54,10 +54,18 @@ function facts({ demand, outcome, refused, frontend }) {
     add("TTFT", `${ms(outcome.ttft_ms)}${guess === null ? "" : ` (predicted ${ms(guess)})`}`);
     add("TPOT", ms(outcome.tpot_ms));
     add("tokens", number(outcome.tokens));
+    if (outcome.images) add("images", images(outcome));
     add("recovered", outcome.recoveries.length ? `${outcome.recoveries.length} times` : null);
   }
   add("refused", refused ? el("span.bad", {}, refused) : null);
   return el("dl.facts", {}, rows);
+}
+
+function images({ images: seen, image_fallbacks: fallbacks }) {
+  const kinds = [["cached", "in the prefix cache"], ["found", "seen before"], ["brought", "brought"], ["looked", "looked at"]];
+  const parts = kinds.filter(([key]) => seen[key]).map(([key, name]) => `${number(seen[key])} ${name}`);
+  const waits = `waited ${ms(seen.waited_ms)}${seen.encode_ms ? `, encoding ${ms(seen.encode_ms)}` : ""}`;
+  return [parts.join(", "), waits, ...fallbacks].join("; ");
 }
 
 // --- the time line: a lane for the queue, and one for each instance
@@ -113,6 +121,7 @@ function placement(place) {
   const where = place.decode ? `${place.prefill}, then ${place.decode}` : place.prefill;
   return el("div", {}, el("h3", {}, `To ${where}`),
     el("p", {}, `${place.policy}: ${place.reason}. Decided after ${ms(place.waited_ms)}, with ${number(place.waiting)} others in the queue; TTFT predicted: ${ms(place.predicted_ttft_ms)}.`),
+    place.images.length ? el("p", {}, `Images by ${place.media_route}: ${place.images.map((way) => `${way.at} ${way.how === "looks" ? "is to look" : "has looked"} at ${number(way.images)}`).join("; ")}.`) : null,
     Object.entries(place.stages).map(([stage, rows]) => candidates(stage, rows)));
 }
 

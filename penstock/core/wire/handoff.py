@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.request import Request
+from penstock.core.request import ImagesSeen, Request
 from penstock.core.wire.codec import decoder
 
 FETCH = -1  # the attempt of a fetch
@@ -136,7 +136,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefiller's cache.
-        queue, prefill, wait, decode: of the request's `Timing` so far.
+        queue, prefill, wait, decode, images: of the request's `Timing` so far.
     """
 
     lease: Lease
@@ -147,6 +147,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     prefill: float
     wait: str = ""
     decode: float = 0.0
+    images: ImagesSeen | None = None
 
 
 class Missing(msgspec.Struct, tag=True, frozen=True):
@@ -199,6 +200,7 @@ class EmbeddingPart(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         size, checksum: of all its bytes, from when it was made.
+        seconds: that looking at the image took; 0 where nobody knows.
     """
 
     lease: Lease
@@ -207,6 +209,7 @@ class EmbeddingPart(msgspec.Struct, tag=True, frozen=True):
     size: int
     checksum: int
     data: bytes
+    seconds: float = 0.0
 
 
 class NoEmbedding(msgspec.Struct, tag=True, frozen=True):

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.core.request import ImagesSeen
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import decoder
 from penstock.core.wire.engine import ImageSource, Leg, Peer, Role, Source, Stage
@@ -157,6 +158,8 @@ class Outcome(msgspec.Struct, frozen=True):
         tokens: that it got.
         wait: what its engine says about its time before the first token.
         recoveries: how it went on after its instance was lost, each time.
+        images: what became of those of its prompt; None where it has none, or that is not known.
+        image_fallbacks: why it had to look at some where it was prefilled, each time.
     """
 
     request_id: str
@@ -166,6 +169,8 @@ class Outcome(msgspec.Struct, frozen=True):
     tokens: int
     wait: str = ""
     recoveries: list[Recovery] = []
+    images: ImagesSeen | None = None
+    image_fallbacks: list[str] = []
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):

@@ -296,6 +296,21 @@ class Way(Struct, frozen=True, kw_only=True):
     recompute_ms: float
 
 
+class ImageWay(Struct, frozen=True):
+    """Where what is seen in images of a prompt comes from.
+
+    Attributes:
+        at: an instance.
+        how: it is to look at them, or has done so before.
+        images, tokens: of them.
+    """
+
+    at: str
+    how: Literal["looks", "looked"]
+    images: int
+    tokens: int
+
+
 class Decision(Struct, frozen=True, kw_only=True):
     """Where a sequence runs, and why.
 
@@ -310,6 +325,8 @@ class Decision(Struct, frozen=True, kw_only=True):
         predicted_ttft: seconds from the client's arrival; None when the policy does not predict.
         moves: done before the sequence is sent.
         way: how the prompt's KV comes to be at `prefill`; the master's addition. None where nobody knows who has it.
+        media_route, images: where what is seen in its images comes from, and which stages are together for that; the
+            same. "" and none where it has no images.
     """
 
     key: Key
@@ -322,6 +339,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     moves: Sequence[Move] = ()
     open: bool = False
     way: Way | None = None
+    media_route: str = ""
+    images: Sequence[ImageWay] = ()
 
 
 class Later(Struct, frozen=True):

@@ -8,7 +8,7 @@ from math import inf
 
 import msgspec
 
-from penstock.core.request import MediaSpan, Request
+from penstock.core.request import ImagesSeen, MediaSpan, Request
 from penstock.core.wire.engine import Enqueue, Lacking, Pixels
 from penstock.core.wire.handoff import IMAGE, Lease
 from penstock.kv.embeddings import Embedding, EmbeddingCache
@@ -20,16 +20,21 @@ class _Held:
     """
     Attributes:
         needs: digests of which nothing has come yet.
-        came: digest -> the bytes of its embeddings.
+        came: digest -> its embeddings.
         lacks: digests of which nothing will come.
+        since: when it came.
+        brought: how many images others brought; `seconds`: that looking at them took.
     """
 
     frontend: str
     command: Enqueue
     needs: set[bytes]
+    since: float
     came: dict[bytes, bytes] = field(default_factory=dict)
     lacks: list[bytes] = field(default_factory=list)
     why: str = ""
+    brought: int = 0
+    seconds: float = 0.0
 
 
 class AwaitedImages:
@@ -40,14 +45,15 @@ class AwaitedImages:
 
     Attributes:
         side: brings what others have; set by the owner.
-        ready: frontends and their requests that wait for no more; taken by the owner, as are the next.
+        ready: frontends and their requests that wait for no more, with what became of their images and since when they
+            waited; taken by the owner, as are the next.
         lacking: which frontends are to be asked for pixels.
     """
 
     side: TakeSide
 
     def __init__(self, incarnation: int, cache: EmbeddingCache) -> None:
-        self.ready: list[tuple[str, Enqueue]] = []
+        self.ready: list[tuple[str, Enqueue, ImagesSeen, float]] = []
         self.lacking: list[tuple[str, Lacking]] = []
         self._incarnation, self._cache = incarnation, cache
         self._held: dict[str, _Held] = {}
@@ -58,7 +64,7 @@ class AwaitedImages:
     @property
     def tokens(self) -> int:
         """Of the prompts that wait."""
-        commands = [*(held.command for held in self._held.values()), *(command for _, command in self.ready)]
+        commands = [*(held.command for held in self._held.values()), *(command for _, command, _, _ in self.ready)]
         return sum(len(command.request.prompt) for command in commands)
 
     def has(self, digest: bytes) -> bool:
@@ -74,7 +80,7 @@ class AwaitedImages:
     def hold(self, now: float, frontend: str, command: Enqueue) -> None:
         """A request that is to be admitted as soon as its images are there."""
         request_id = command.request.id
-        held = self._held[request_id] = _Held(frontend, command, {source.digest for source in command.images})
+        held = self._held[request_id] = _Held(frontend, command, {source.digest for source in command.images}, now)
         lease = Lease(request_id, command.generation, IMAGE)
         for source in command.images:
             if (kept := self._cache.get(source.digest)) is not None:
@@ -92,6 +98,8 @@ class AwaitedImages:
             held.needs.remove(digest)
             if came is not None:
                 held.came[digest] = came.data
+                held.brought += sum(span.digest == digest for span in held.command.request.media)
+                held.seconds += came.seconds
             else:
                 held.lacks.append(digest)
                 held.why = why
@@ -114,15 +122,15 @@ class AwaitedImages:
         if held is not None and held.frontend == frontend and held.command.generation <= generation:
             self._forget(request_id)
         self.ready = [
-            (name, command)
-            for name, command in self.ready
-            if (name, command.request.id) != (frontend, request_id) or command.generation > generation
+            each
+            for each in self.ready
+            if (each[0], each[1].request.id) != (frontend, request_id) or each[1].generation > generation
         ]
 
     def drop_client(self, frontend: str) -> None:
         for request_id in [r for r, held in self._held.items() if held.frontend == frontend]:
             self._forget(request_id)
-        self.ready = [(name, command) for name, command in self.ready if name != frontend]
+        self.ready = [each for each in self.ready if each[0] != frontend]
 
     def _forget(self, request_id: str) -> None:
         held = self._held.pop(request_id)
@@ -142,7 +150,9 @@ class AwaitedImages:
 
     def _let_in(self, held: _Held, pixels: Mapping[bytes, bytes]) -> None:
         request = with_images(held.command.request, held.came, pixels)
-        self.ready.append((held.frontend, msgspec.structs.replace(held.command, request=request, images=[])))
+        command = msgspec.structs.replace(held.command, request=request, images=[])
+        seen = ImagesSeen(len(request.media), brought=held.brought, encoding=held.seconds)
+        self.ready.append((held.frontend, command, seen, held.since))
 
     def check(self) -> None:
         """Raise AssertionError unless every request waits for something."""

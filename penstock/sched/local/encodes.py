@@ -35,7 +35,8 @@ class Encodes:
         starts: sequences with media that are still to be computed, and what is cached of each before it runs.
         waiting: those of them that wait for the first that they need, by id.
         forgotten: what the runner is to let go of with the next plan.
-        looked: how many were to be made since the start; `found`: how many were there when they were wanted.
+        looked: how many were to be made since the start; `seconds`: that this took.
+        wanted: how many requests needed, beyond what the prefix cache had; `found`: those of them that were there.
     """
 
     def __init__(self, room: int = UNBOUNDED, *, beside: bool = False) -> None:
@@ -45,7 +46,9 @@ class Encodes:
         self.asked: dict[bytes, Encode] = {}
         self._gave_way = False  # the last step looked at something of the others' before prompts
         self.waiting: dict[str, Sequence] = {}
-        self.looked = self.found = 0
+        self.looked = self.wanted = self.found = 0
+        self.seconds = 0.0
+        self._since: dict[str, float] = {}  # of those that wait
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # digest -> tokens
         self._coming: set[bytes] = set()  # of these, what is not there yet
         self.forgotten: list[bytes] = []
@@ -75,26 +78,34 @@ class Encodes:
         Args:
             start: tokens of it that were found in the prefix cache.
         """
-        if sequence not in self.starts:
-            for span in _after(sequence, start):
-                self.found += span.digest in self._kept
+        images = sequence.images
+        if sequence.answered is None and images is not None and sequence not in self.starts:
+            needed = list(_after(sequence, start))
+            images.cached = images.count - len(needed)
+            self.wanted += len(needed)
+            self.found += sum([span.digest in self._kept for span in needed])
         self.starts[sequence] = start
 
     def leave(self, sequence: Sequence) -> bool:
         """It goes. Returns whether it waited."""
         self.starts.pop(sequence, None)
+        self._since.pop(sequence.id, None)
         return self.waiting.pop(sequence.id, None) is not None
 
-    def wait(self, sequence: Sequence, start: int) -> None:
+    def wait(self, sequence: Sequence, start: int, now: float) -> None:
         """It is to be computed from there on, and what it needs first is not there."""
         self.starts[sequence] = start
         self.waiting[sequence.id] = sequence
+        self._since.setdefault(sequence.id, now)
 
-    def arrived(self) -> list[Sequence]:
+    def arrived(self, now: float) -> list[Sequence]:
         """Those that need not wait any more, and no longer do."""
         there = [s for s in self.waiting.values() if self.most(s, self.starts[s])]
         for sequence in there:
             del self.waiting[sequence.id]
+            since = self._since.pop(sequence.id)
+            if sequence.images is not None and sequence.answered is None:
+                sequence.images.waited += now - since
         return there
 
     def most(self, sequence: Sequence, start: int) -> int:
@@ -168,6 +179,8 @@ class Encodes:
                 self._take(span, made=bool(made), beside=beside)
                 budget -= cost
                 self.asked.pop(span.digest, None)
+                if sequence.images is not None and sequence.answered is None and not made:
+                    sequence.images.looked += 1
                 wanted_of = self.gives and not made
                 chosen.append(Encode(sequence.id, span, b"" if made else pixels, made, wanted_of, beside and not made))
         if others and self.asked and (before is None or not self._gave_way):
@@ -228,6 +241,12 @@ class Encodes:
         forgotten, self.forgotten = self.forgotten, []
         return tuple(forgotten)
 
+    def took(self, sequence: Sequence | None, seconds: float) -> None:
+        """An image was looked at for a sequence in so many seconds; None where it is another instance's, or is over."""
+        self.seconds += seconds
+        if sequence is not None and sequence.images is not None and sequence.answered is None:
+            sequence.images.encoding += seconds
+
     def made(self, digests: Iterable[bytes]) -> None:
         """These encodes have ended, which steps did not wait for."""
         self._coming.difference_update(digests)
@@ -261,6 +280,7 @@ class Encodes:
         assert self._coming <= self._kept.keys()
         assert {*self.waiting.values()} <= self.starts.keys()
         assert not any(s.blocks for s in self.waiting.values())
+        assert self._since.keys() == self.waiting.keys()
 
 
 def _after(sequence: Sequence, start: int) -> Iterator[MediaSpan]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.core.errors import UserError
 from penstock.core.plan import Encode as PlannedEncode
-from penstock.core.request import Request, TokenOutput
+from penstock.core.request import ImagesSeen, Request, TokenOutput
 from penstock.core.wire.engine import (
     Cancel,
     Drain,
@@ -140,7 +140,7 @@ class Intake:
             return None
         return self._admit(now, frontend, command)
 
-    def _admit(self, now: float, frontend: str, command: Enqueue) -> Refused | None:
+    def _admit(self, now: float, frontend: str, command: Enqueue, seen: ImagesSeen | None = None) -> Refused | None:
         generation, incarnation = command.generation, self.peer.incarnation
         request = command.request if self.images is None else self.images.with_known(command.request)
         follows = command.route[0] if command.route else None
@@ -153,6 +153,8 @@ class Intake:
         except UserError as error:
             return Refused(incarnation, request.id, str(error))
         self._owner[request.id] = RequestOwner(frontend, generation, migrates=follows is not None)
+        if request.media:
+            self._note_images(request, seen)
         if self.handoffs is not None:
             self.handoffs.supersede(request.id)
             if follows is not None and follows.peer is None:
@@ -165,14 +167,25 @@ class Intake:
             self._stay(frontend, request.id, generation, stays, command.route[0].peer)
         return None
 
+    def _note_images(self, request: Request, brought: ImagesSeen | None) -> None:
+        """What is known of its images before it runs: `brought` is what others had to do with it."""
+        sequence = self.scheduler.sequence(request.id)
+        assert sequence is not None
+        embedded = sum(span.embedded for span in request.media)
+        self.scheduler.encodes.found += embedded - (0 if brought is None else brought.brought)
+        if brought is not None and sequence.images is not None:
+            brought.cached = sequence.images.cached
+            sequence.images = brought
+
     def admit_seen(self, now: float) -> list[tuple[str, Lacking | Refused]]:
         """Admit requests whose images are there by now. Returns whom to tell what of those that cannot be."""
         if self.images is None or not (self.images.ready or self.images.lacking):
             return []
         told: list[tuple[str, Lacking | Refused]] = [*self.images.lacking]
         ready, self.images.ready, self.images.lacking = self.images.ready, [], []
-        for frontend, command in ready:
-            if (refused := self._admit(now, frontend, command)) is not None:
+        for frontend, command, seen, since in ready:
+            seen.waited = now - since
+            if (refused := self._admit(now, frontend, command, seen)) is not None:
                 told.append((frontend, refused))
         return told
 

@@ -476,7 +476,7 @@ class Scheduler:
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
-        for sequence in self.encodes.arrived() if self._encoding else ():
+        for sequence in self.encodes.arrived(now) if self._encoding else ():
             self._queue(sequence)
         builder = self._taking_turns(delay) if self._alone else self._build(delay)
         self.counters.prompt_tokens += builder.prompt_tokens
@@ -936,7 +936,7 @@ class Scheduler:
         """It leaves the queue until what it needs first is there, which was let go of, or was thought to be cached."""
         self._waiting.remove(sequence)
         self._policy.leave(sequence)
-        self.encodes.wait(sequence, cached)
+        self.encodes.wait(sequence, cached, self._now)
         return True
 
     # --- preemption
@@ -975,7 +975,7 @@ class Scheduler:
             self.encodes.join(sequence, start)
             if not self.encodes.most(sequence, start):
                 self._policy.leave(sequence)
-                self.encodes.wait(sequence, start)
+                self.encodes.wait(sequence, start, self._now)
                 self._called |= not sequence.offline
                 return
         self._policy.wait(sequence, lambda s: self.kv.prefix_hit(s).tokens)

@@ -11,7 +11,7 @@ from math import inf
 from operator import attrgetter
 
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep
-from penstock.core.request import FinishReason, Pooling, Request, TokenLogprobs, TokenOutput
+from penstock.core.request import FinishReason, ImagesSeen, Pooling, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, held_of, parent_of, spanned
 from penstock.kv.keys import extend_keys, salted
 from penstock.kv.pool import Hit, beginning_keys
@@ -88,7 +88,7 @@ class Sequence:
         fetched: tokens that were brought from a peer, or from what a failed one has left.
         entered: totals of the engine's steps and prompt tokens when it came.
         lacking: how long it was the next to be admitted and there was no room, in seconds; `lacks`: since when.
-        wait: see `Timing`; "" before its first token.
+        wait: see `Timing`; "" before its first token. images: the same; None where it has none.
     """
 
     __slots__ = (
@@ -106,6 +106,7 @@ class Sequence:
         "gave_way",
         "groups",
         "handoffs",
+        "images",
         "in_flight",
         "kept",
         "keys",
@@ -187,6 +188,7 @@ class Sequence:
         self.lacking = 0.0
         self.lacks: float | None = None
         self.wait = ""
+        self.images = ImagesSeen(len(request.media)) if request.media else None
 
     @property
     def storing(self) -> bool:

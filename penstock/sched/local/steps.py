@@ -281,7 +281,7 @@ class Measurements:
         decode = now - sequence.answered
         if not before:
             queue, prefill, wait = sequence.spent
-            output.timing = Timing(queue, prefill, decode, wait, sequence.preemptions)
+            output.timing = Timing(queue, prefill, decode, wait, sequence.preemptions, sequence.images)
         if output.start > before:  # tokens after the first
             self.tpot_ms = _mean(self.tpot_ms, decode / (output.start - before) * 1e3)
 

@@ -346,7 +346,7 @@ class DecodeSide:
         self._close(lease, committed=True)
         spent = commit.queue, commit.prefill, commit.wait
         sequence = self._scheduler.resume(r, commit.cached_tokens, self._now, spent, commit.decode)
-        sequence.handoffs = lease.attempt + 1
+        sequence.handoffs, sequence.images = lease.attempt + 1, commit.images
         self._host.joined(r.request, incoming.frontend, lease.generation)
         self._transport.send(incoming.sender, Committed(lease))
         return True

@@ -88,7 +88,8 @@ class GiveSide:
         size = len(found.data)
         for start in range(ask.start, min(size, ask.start + WINDOW), PART):
             part = found.data[start : start + PART]
-            self._transport.send(peer, EmbeddingPart(ask.lease, ask.digest, start, size, found.checksum, part))
+            sent = EmbeddingPart(ask.lease, ask.digest, start, size, found.checksum, part, found.seconds)
+            self._transport.send(peer, sent)
             self.given += start + PART >= size
 
 
@@ -145,7 +146,7 @@ class TakeSide:
             if len(taken.data) >= taken.asked:
                 self._ask(now, part.digest)
             return
-        came = Embedding(bytes(taken.data), part.checksum)
+        came = Embedding(bytes(taken.data), part.checksum, part.seconds)
         if len(taken.data) == part.size and came.whole:
             self._end(part.digest, came, "")
         else:

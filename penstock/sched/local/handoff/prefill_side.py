@@ -291,7 +291,7 @@ class PrefillSide:
         assert sequence.answered is not None
         blocks, cached = sequence.blocks_until(sequence.computed), sequence.cached_tokens or 0
         decode = max(0.0, now - sequence.answered)
-        self._tell(out, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode))
+        self._tell(out, Commit(out.lease, blocks, _sampled(sequence), cached, *sequence.spent, decode, sequence.images))
 
     def _push_again(self, now: float, out: _Outgoing, indices: list[int]) -> None:
         """Send blocks that have not arrived once more: RETRIES times within a lease at most, four times while none of
