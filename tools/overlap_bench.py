@@ -1,8 +1,9 @@
 """How much of what ranks exchange for experts is hidden by two micro-batches, on this machine's processors.
 
-usage: python -m tools.overlap_bench FOLDER [--rows 512] [--decodes 0] [--ratio 0.72]
+usage: python -m tools.overlap_bench FOLDER [--groups] [--rows 512] [--decodes 0] [--ratio 0.72]
 
-Two processes of one thread compute the same steps with a model with experts (`tools/make_checkpoint.py`). Exchanges
+Two processes of one thread compute the same steps with a model with experts (`tools/make_checkpoint.py`): as two ranks
+of one engine, or as two data-parallel groups, each of which has so many rows of its own. Exchanges
 take as long as if they had a network to themselves: by default 0.72 of computation, which is xLLM's (table 7: 9.3 ms
 beside 13.0 ms). Steps are one batch, two micro-batches, or what is chosen by what was measured; the modes take turns,
 and of each the median is printed.
@@ -30,8 +31,8 @@ from penstock.engine.runner import Runner
 from penstock.nn import native
 from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
-from penstock.nn.ranks import SharedMemoryRanks
-from penstock.nn.streams import Stream
+from penstock.nn.ranks import PAGE, SharedMemoryRanks
+from penstock.nn.streams import Stream, Turns
 from penstock.sched.local.sequence import blocks_for
 
 RANKS = 2
@@ -56,7 +57,7 @@ def rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     native.set_threads(1)
     size, own = SharedMemoryRanks.bytes_for(RANKS), args.rank
-    memory = mmap.mmap(args.memory, 2 * size)
+    memory = mmap.mmap(args.memory, 2 * size + PAGE)
     ranks, of_experts = (SharedMemoryRanks(memory, own, RANKS, os.getppid(), start) for start in (0, size))
     sent, slowness = 0, 0.0  # bytes; seconds of each
 
@@ -66,10 +67,14 @@ def rank(args: argparse.Namespace) -> None:
         return slowness * count
 
     stream = Stream(throttle)
-    experts = Shard(own, RANKS, of_experts, stream=stream)
-    model = load_model(args.folder, CPU, shard=Shard(own, RANKS, ranks, experts))
+    if args.groups:
+        turns = Turns(memoryview(memory)[2 * size :].cast("q"), own)
+        shard = Shard(experts=Shard(own, RANKS, of_experts, stream=stream, apart=True, turns=turns))
+    else:
+        shard = Shard(own, RANKS, ranks, Shard(own, RANKS, of_experts, stream=stream))
+    model = load_model(args.folder, CPU, shard=shard)
     plan = plan_of(args.rows, args.decodes)
-    layout = make_layout(model.config, model.dtype, "block", "bench", ranks=RANKS)
+    layout = make_layout(model.config, model.dtype, "block", "bench", ranks=shard.size)
     cache = KVCache.on_device(layout, 1 + max(max(step.blocks) for step in plan.sequences), CPU)
     runner = Runner(model, cache)
     chooser = SplitSteps(runner)
@@ -108,6 +113,7 @@ def rank(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--groups", action="store_true", help="two data-parallel groups instead of two ranks of one")
     parser.add_argument("--rows", type=int, default=512, help="of a prompt")
     parser.add_argument("--decodes", type=int, default=0, help="sequences that decode, with 512 tokens of context each")
     parser.add_argument("--ratio", type=float, default=0.72, help="time of exchanges over that of computation")
@@ -119,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank(args)
         return 0
     fd = os.memfd_create("penstock-overlap")
-    os.ftruncate(fd, 2 * SharedMemoryRanks.bytes_for(RANKS))
+    os.ftruncate(fd, 2 * SharedMemoryRanks.bytes_for(RANKS) + PAGE)
     given = list(argv) if argv is not None else sys.argv[1:]
     command = [sys.executable, "-m", "tools.overlap_bench", *given, "--memory", str(fd), "--rank"]
     processes = [subprocess.Popen([*command, str(number)], pass_fds=[fd]) for number in range(RANKS)]

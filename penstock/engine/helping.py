@@ -121,6 +121,11 @@ class HelpWanted:
         helped = [part for part in helped if part.request_id in there]
         return replace(plan, helped=tuple(helped)) if helped else plan
 
+    @property
+    def helped(self) -> int:
+        """Pieces that others have computed for this rank, in all layers."""
+        return self._helpers.helped
+
     def close(self) -> None:
         """Copy nothing more."""
         self._wanted.put(None)

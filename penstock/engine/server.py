@@ -557,6 +557,7 @@ def stats_of(engine: Engine, handoffs: Handoffs | None = None, asleep: int = 0) 
         expert_switches=experts.switches,
         expert_imbalance=experts.busiest,
         split_steps=experts.splits,
+        helped_pieces=experts.helped,
     )
 
 

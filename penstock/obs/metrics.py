@@ -101,6 +101,7 @@ COUNTED = {  # field of the statistics -> metric, and its help
     "taken_embeddings": ("embeddings_taken", "Images whose embeddings came from another engine, verified"),
     "interruptions": ("offline_steps_interrupted", "Steps of offline work that ended early for an online request"),
     "split_steps": ("steps_in_micro_batches", "Steps that were computed as two micro-batches"),
+    "helped_pieces": ("helped_attention_pieces", "Pieces of contexts that other data-parallel groups have attended to"),
     "expert_switches": ("expert_switches", "Layers whose experts have moved between ranks"),
     "migrations": ("migrations_granted", "Sequences of other instances for which blocks were reserved"),
     "migration_wait": ("migration_wait_seconds", "Time that these waited for it in the migration queue"),

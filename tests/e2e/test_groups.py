@@ -65,6 +65,7 @@ def test_all_groups_start_again_where_one_dies(checkpoint, tmp_path, tensor):
     with deployed(content(checkpoint)) as up:
         expected = [text(up, prompt) for prompt in PROMPTS]
     groups = {"data-parallel-size": 2, "tensor-parallel-size": tensor, "enable-expert-parallel": True}
+    groups |= {"enable-dbo": True, "helper-kv-memory": "8M"}
     with deployed(content(checkpoint, **groups)) as up, ThreadPoolExecutor(len(PROMPTS)) as clients:
         assert list(clients.map(lambda prompt: text(up, prompt), PROMPTS)) == expected
         for victim in ("engine-1", "engine-0"):

@@ -364,6 +364,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     tiers: tuple[TierStats, ...] = ()  # below the device, the quickest first
     expert_switches: int = 0  # of layers whose experts have moved between ranks
     split_steps: int = 0  # that were two micro-batches
+    helped_pieces: int = 0  # of its contexts that other data-parallel groups have attended to, in all layers of rank 0
     encodes: int = 0  # images and videos that were looked at
     encoding: float = 0.0  # seconds that this took
     embedding_queries: int = 0  # that prompts needed, beyond what the prefix cache had

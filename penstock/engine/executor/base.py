@@ -44,12 +44,14 @@ class ExpertLoad:
         busiest: rows that the busiest rank of each layer computes over the mean, of all layers together, in the last
             window; 0 before its end.
         splits: steps that were two micro-batches.
+        helped: pieces of contexts that other data-parallel groups have attended to for rank 0, in all layers.
     """
 
     looks: int = 0
     switches: int = 0
     busiest: float = 0.0
     splits: int = 0
+    helped: int = 0
 
 
 NO_LOAD = ExpertLoad()

@@ -313,7 +313,8 @@ class RankProcesses:
     @property
     def expert_load(self) -> ExpertLoad:
         load = NO_LOAD if self.balance is None else self.balance.load
-        return load if self.split_steps is None else replace(load, splits=self.split_steps.splits)
+        splits = 0 if self.split_steps is None else self.split_steps.splits
+        return replace(load, splits=splits, helped=0 if self.helping is None else self.helping.helped)
 
     def _post(self, data: bytes) -> None:
         """Empty: there is an order."""
