@@ -61,8 +61,9 @@ class Group:
     @property
     def weights_pair(self) -> str:
         """The way by which they come through torch.distributed, which GPUs have alone; "" without it."""
-        asked = self.options["peer_weights"]
-        return ("nccl" if asked else "") if kind_of(self.device) == "cuda" else "gloo" if asked == "gloo" else ""
+        if not self.shares_weights:
+            return ""
+        return "nccl" if kind_of(self.device) == "cuda" else "gloo" if self.options["peer_weights"] == "gloo" else ""
 
     @property
     def needs(self) -> dict[str, float]:

@@ -32,8 +32,15 @@ if TYPE_CHECKING:
 AHEAD = 4  # blocks under way
 BEGIN = 20.0  # seconds until the first block is there: NCCL looks for a way before
 PATIENCE = 5.0  # seconds until the next one is
+NEVER = timedelta(days=1)  # what takes too long is not for NCCL's own watch to say
 LOOK_EVERY = 0.0005  # seconds between two looks at a device
 SENDER, RECEIVER = 0, 1  # ranks
+
+
+def preset_nccl() -> None:
+    """For groups that are made from now on. Torch ends a process where another one of its group has ended: right for
+    ranks of a model, whose group is there before, and not for an engine whose weights somebody gets."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
 def gpu_of(device: torch.device) -> str:
@@ -154,7 +161,7 @@ def _group(store: PrefixStore, rank: int, host: str, device: torch.device) -> An
 
     if device.type == "cuda":
         nccl: Any = distributed.ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=BEGIN)
+        nccl._timeout = NEVER
         with torch.cuda.device(device):
             return distributed.ProcessGroupNCCL(store, rank, 2, nccl)
     gloo: Any = distributed.ProcessGroupGloo

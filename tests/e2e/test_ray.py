@@ -174,6 +174,9 @@ def test_a_warm_actor_becomes_an_instance_and_is_replaced(cluster):
         os.kill(parent(places(up)["engine-0"][0]), signal.SIGKILL)
         eventually(lambda: started_from_pool("engine-0") == third, 60, up.log)
         eventually(lambda: ready(up) == {"engine-0", "engine-1"}, 60, up.log)
+        for path in ("map", "warm"):  # seconds until they served
+            starts = up.metric("instance_starts_total", path=path)
+            print(path, starts and up.metric("instance_start_seconds_total", path=path) / starts)
         left = warm(4)
         actors = cluster.left()["actors"]
         assert len(actors) == 3, "two instances, and who waits"

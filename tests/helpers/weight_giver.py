@@ -58,7 +58,7 @@ def main(
     if not maps:
         WeightManager.maps = False  # type: ignore[assignment, method-assign]
     manager = WeightManager([f"unix:{address}", "tcp:127.0.0.1:0"], (), secret, None, mooncake, pair=pair)  # type: ignore[arg-type]
-    manager.place = torch.device(device)
+    manager.load_to(torch.device(device))
     loaded = load(Path(checkpoint), manager.place, peers=manager)
     manager.give(loaded.image)
     manager.serve(None)
