@@ -78,6 +78,25 @@ def test_without_a_compiler_everything_runs_as_plain_torch(monkeypatch, caplog):
         native._load.cache_clear()
 
 
+@pytest.mark.skipif(native.missing() is not None or len(HERE) < 2, reason="needs two instruction sets")
+def test_where_the_best_set_does_not_compile_the_next_is_used(monkeypatch, caplog):
+    build = native.build_library
+
+    def old_compiler(isa):
+        if isa == BEST:
+            raise builder.BuildError("c++ failed: unrecognized option")
+        return build(isa)
+
+    monkeypatch.setattr(native, "build_library", old_compiler)
+    native._load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native.isa() == HERE[-2]
+        assert caplog.messages == [f"kernels for {HERE[-2].name} instead of {BEST.name}: c++ failed: unrecognized option"]
+    finally:
+        native._load.cache_clear()
+
+
 @needs_kernels
 def test_the_command_says_where_the_library_is():
     command = [sys.executable, "-m", "penstock.nn.native"]

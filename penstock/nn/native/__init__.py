@@ -50,32 +50,37 @@ def use(isa: str | None) -> None:
 
 def isa() -> InstructionSet | None:
     """Whose kernels are used; None where there are none for this processor."""
-    return find_set(_wanted) if _wanted is not None else next(reversed(sets_here()), None)
+    return _load()[0]
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
-    try:
-        if (chosen := isa()) is None:
-            raise BuildError("there are no kernels for this processor")
-        library = ctypes.CDLL(str(build_library(chosen)))
-    except (BuildError, OSError) as error:
-        log.warning("kernels run as plain torch ops: %s", error)
-        return str(error)
-    library.penstock_set_threads(ctypes.c_int64(torch.get_num_threads()))
-    return library
+def _load() -> tuple[InstructionSet | None, ctypes.CDLL | str]:
+    """The best set that there is a library for, or that is wanted, and the library, or why there is none."""
+    sets = reversed(sets_here()) if _wanted is None else (find_set(_wanted),)
+    best, why = None, "there are no kernels for this processor"
+    for chosen in sets:
+        try:
+            library = ctypes.CDLL(str(build_library(chosen)))
+        except (BuildError, OSError) as error:  # as where a compiler is older than the processor
+            best, why = best or chosen, str(error)
+            continue
+        if best is not None:
+            log.warning("kernels for %s instead of %s: %s", chosen.name, best.name, why)
+        library.penstock_set_threads(ctypes.c_int64(torch.get_num_threads()))
+        return chosen, library
+    log.warning("kernels run as plain torch ops: %s", why)
+    return best, why
 
 
 def missing() -> str | None:
     """Why kernels cannot be used on this machine, or None. The first call may compile them."""
-    found = _load()
+    found = _load()[1]
     return found if isinstance(found, str) else None
 
 
 def made_from() -> str:
     """Names all that decides what the kernels compute; empty where there are none."""
-    found = _load()
+    found = _load()[1]
     return "" if isinstance(found, str) else Path(found._name).stem
 
 
@@ -96,7 +101,7 @@ def value(name: str, arguments: str = "") -> Callable[..., int]:
 
 
 def _find(name: str, arguments: str, result: Any) -> Callable[..., Any]:
-    library = _load()
+    library = _load()[1]
     assert isinstance(library, ctypes.CDLL), library
     found = library[name]
     found.argtypes = [ARGUMENTS[letter] for letter in arguments]
