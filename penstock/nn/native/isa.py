@@ -65,10 +65,10 @@ def processor_features() -> frozenset[str]:
 
 
 def tiles_granted() -> bool:
-    """Asks Linux for the registers of tiles, which a process gets only so; its threads and what it forks have them too."""
+    """Asks Linux for the registers of tiles, which a process gets only so; its threads and forks have them too."""
     if machine_name(platform.machine()) != "x86_64":
         return False
-    arch_prctl, request, tile_data = 158, 0x1023, 18  # asm/unistd_64.h; asm/prctl.h, ARCH_REQ_XCOMP_PERM; XFEATURE_XTILE_DATA
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of asm/prctl.h, XFEATURE_XTILE_DATA
     return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
