@@ -29,6 +29,7 @@ from penstock.core.wire.engine import (
     Snapshot,
     Stayed,
 )
+from penstock.core.wire.handoff import MOST_PIXELS
 from penstock.kv.embeddings import Embedding, EmbeddingCache
 from penstock.sched.local.awaited_images import AwaitedImages
 from penstock.sched.local.handoff import Handoffs, HandoffTransport, Orphans
@@ -240,6 +241,8 @@ class Intake:
             return "nothing is left to do after a prompt to embed"
         if self.handoffs is None:
             return "this instance takes no part in hand-offs"
+        if (size := sum(map(len, request.pixels))) > MOST_PIXELS:
+            return f"its images have {size} bytes, at most {MOST_PIXELS} are handed over"
         return "it is here" if peer is not None and peer.name == self.peer.name else ""
 
     def _stay(
@@ -329,6 +332,7 @@ class Intake:
             factors=measured.factors,
             speed=measured.speed,
             encode_ms=None if encode_ms is None else round(encode_ms, 4),
+            encodes=scheduler.encodes.looked,
         )
 
     # --- what hand-offs tell
