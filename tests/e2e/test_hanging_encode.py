@@ -54,4 +54,5 @@ def test_an_encode_that_hangs_beside_steps(tmp_path, monkeypatch):
         assert server.engine_pid() != first
         assert any("engine-0 is killed: it hangs: no heartbeat for" in line for line in server.lines)
         again = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=90)
+        assert again.status_code == 200, again.text
         assert again.json()["choices"][0]["message"] == answer.json()["choices"][0]["message"]

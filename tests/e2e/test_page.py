@@ -143,6 +143,11 @@ def test_who_looks_at_images_is_seen(page: Any) -> None:
         last_answer(page).get_by_text("first token after").wait_for()
         page.get_by_role("link", name="where it ran").click()
         page.get_by_text("Images by E+P+D: encode-0 is to look at 1").wait_for()
+        for _ in range(50):  # the master hears a moment later how it ended
+            if page.get_by_text("1 brought; waited").count():
+                break
+            page.wait_for_timeout(200)
+            page.get_by_role("button", name="Explain").click()
         page.get_by_text("1 brought; waited").wait_for()
         keep(page, "request_with_image")
         page.goto(f"{server.url}#cluster")

@@ -172,9 +172,10 @@ class Intake:
         """What is known of its images before it runs: `brought` is what others had to do with it."""
         sequence = self.scheduler.sequence(request.id)
         assert sequence is not None
-        embedded = sum(span.embedded for span in request.media)
-        self.scheduler.encodes.found += embedded - (0 if brought is None else brought.brought)
-        if brought is not None and sequence.images is not None:
+        assert sequence.images is not None
+        embedded = sum(span.embedded for span in request.media[sequence.images.cached :])
+        self.scheduler.encodes.found += max(0, embedded - (0 if brought is None else brought.brought))
+        if brought is not None:
             brought.cached = sequence.images.cached
             sequence.images = brought
 
