@@ -34,7 +34,7 @@ SECTIONS = {
         ("messages", OPENAI, "text; with models that see `image_url` and `video_url`; other parts are refused by name"),
         ("prompt", OPENAI, "a text, token ids, or a list of either"),
         ("input", OPENAI, f"the same; at most {MAX_INPUTS}"),
-        ("urls", "RTP-LLM", "of images, one for each `<image>` in the prompt; `data:`, or of an allowed host"),
+        ("urls", "RTP-LLM", "of images, one for each `<image>`, or token for one, in the prompt; as in `image_url`"),
         ("images", "RTP-LLM", "the same"),
         ("suffix", OPENAI, ""),
         (

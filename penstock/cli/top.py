@@ -222,11 +222,17 @@ def _instances(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     shown = rows
     if len(rows) > SHOWN:
         shown = sorted(rows, key=lambda row: (row["waiting"], row["running"]), reverse=True)[:SHOWN]
+    seeing = any(row["encodes"] or row["image_tokens"] for row in shown)
     moving = any(row["migrating"] or row["migration_queue"] for row in shown)
     table = Table(box=None, padding=(0, 1), caption=f"{len(rows) - len(shown)} more" if shown is not rows else None)
     table.add_column("instance", no_wrap=True)
     numbers = ("running", "waiting", "unread", "held", "KV", "ttft ms", "tpot ms", "step ms")
-    for name in ("state", *numbers, *(("leaving", "coming") if moving else ())):
+    for name in (
+        "state",
+        *numbers,
+        *(("images", "to look at", "ms/image token") if seeing else ()),
+        *(("leaving", "coming") if moving else ()),
+    ):
         table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
     for row in shown:
         table.add_row(
@@ -235,10 +241,17 @@ def _instances(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             *(f"{row[name]:,}" for name in ("running", "waiting", "pending_tokens", "held_tokens")),
             _share(row["used_blocks"], row["num_blocks"]),
             *("-" if row[name] is None else f"{row[name]:,.1f}" for name in ("ttft_ms", "tpot_ms", "interval_ms")),
+            *(_seeing(row) if seeing else ()),
             *((f"{row['migrating']:,}", f"{row['migration_queue']:,}") if moving else ()),
             style=None if row["state"] == "ready" else "dim",
         )
     return table
+
+
+def _seeing(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Of images: how many it has looked at, tokens of those that it is to look at, and what one of them takes."""
+    each = row["encode_ms"]
+    return f"{row['encodes']:,}", f"{row['image_tokens']:,}", "-" if each is None else f"{each:,.3f}"
 
 
 def _decisions(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

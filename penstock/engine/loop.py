@@ -24,6 +24,7 @@ from penstock.sched.local.offload import Load, Order, Question
 LEAD = 10e-3  # seconds before a step's predicted end, from when on the next one is scheduled
 PATIENCE, GRACE = 4.0, 1.0  # a load may take so many times what was expected, and so many seconds more
 ANSWERS_IN = 0.1  # instead of GRACE, for a question
+LOOKING = 1.0  # seconds for which an image may be looked at beside steps before that is a matter of the heartbeat
 SMOOTH = 0.3  # weight of the newest step in the mean time of encodes
 LOOK_AGAIN = 0.5  # seconds after which a wait for moves checks everything
 
@@ -173,7 +174,8 @@ class Engine:
         self.movers = movers
         self.media_bytes = media_bytes
         self.looks = looks
-        self._looking: dict[bytes, Encode] = {}  # beside steps
+        self._looking: dict[bytes, Encode] = {}  # beside steps, in order
+        self._looking_since = 0.0  # at the first of them
         self._looked: list[Encode] = []  # nobody has been told
         self._failure: Exception | None = None  # of these
         self.steps = 0
@@ -283,7 +285,10 @@ class Engine:
             self._ledger.clear(plan.fresh_blocks)
         if not self._flying:
             self._began = now
-        self._looking |= {each.span.digest: each for each in plan.encodes if each.beside}
+        beside = {each.span.digest: each for each in plan.encodes if each.beside}
+        if beside and not self._looking:
+            self._looking_since = now
+        self._looking |= beside
         self._tell_of(plan)
         # what is to end soon may have to be stopped too: behind another step, or when it takes longer than predicted
         stoppable = self.scheduler.launch(plan) and (
@@ -434,6 +439,12 @@ class Engine:
             return False
         return scheduler.num_waiting == len(scheduler.encodes.waiting)
 
+    def looks_long(self, now: float) -> int:
+        """Tokens of what is under way beside steps, where that says nothing for long; else 0."""
+        if not self._looking or now - self._looking_since < LOOKING:
+            return 0
+        return sum([each.span.length for each in self._looking.values()])
+
     def take_looked(self) -> list[Encode]:
         """What was looked at since it was last asked for."""
         looked, self._looked = self._looked, []
@@ -447,6 +458,8 @@ class Engine:
         except Exception as error:  # for `begin`, as what runs then is part of what is told of it
             self._failure = error
             return
+        if taken:
+            self._looking_since = self._clock.now()
         for seen in taken:
             encode = seen.encode
             del self._looking[encode.span.digest]

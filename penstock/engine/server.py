@@ -122,6 +122,7 @@ class EngineServer:
         self._box: BlackBox | None = None
         self._taking = ""  # the request that is being taken in
         self._stepping = False  # the engine is at its steps
+        self._looks_long = False  # what is beside them; the heartbeat rests
         self._changed = True  # since the last snapshot
         self._snapshots = 0
         self._last_snapshot: Snapshot | None = None
@@ -190,7 +191,7 @@ class EngineServer:
         stalled = False
         while not self._stopping:
             if not engine.tokens_in_flight:  # else a turn of the loop says nothing about the step
-                self._beat_with(0)
+                self._beats(0)
             self._receive(self._patience(stalled))
             engine.executor.expect_alive()
             engine.move()
@@ -271,7 +272,7 @@ class EngineServer:
         return step is not None or self._engine.tokens_in_flight > 0
 
     def _ended(self, step: Step) -> None:
-        self._beat_with(self._engine.tokens_in_flight)
+        self._beats(self._engine.tokens_in_flight)
         # one more token for each is no change of the load
         ends = any(output.finish is not None for output in step.outputs)
         news = bool(step.plan.work.prefills) or ends
@@ -288,7 +289,15 @@ class EngineServer:
         while plan := self._engine.begin():
             if self._handoffs is not None:
                 self._handoffs.started(self._clock.now(), plan)
-            self._beat_with(max(plan.num_tokens, self._engine.tokens_in_flight))
+            self._beats(max(plan.num_tokens, self._engine.tokens_in_flight))
+
+    def _beats(self, tokens: int) -> None:
+        """It gets on; but one beat, of all that is computed, is the last while an image is looked at beside steps for
+        long: whoever watches finds out whether that hangs, as of a step."""
+        looked = self._engine.looks_long(self._clock.now())
+        if not looked or not self._looks_long:
+            self._beat_with(tokens + looked)
+        self._looks_long = bool(looked)
 
     def _miss_clients(self, now: float) -> None:
         """Drop clients that were silent for too long; call it when all messages have been read."""

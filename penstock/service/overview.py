@@ -50,6 +50,7 @@ def instance_overview(
         used_blocks=load.num_blocks - load.free_blocks,
         num_blocks=load.num_blocks,
         slow=slow,
+        image_tokens=session.encoding_tokens,
     )
     if seen is None:
         return known
@@ -63,6 +64,8 @@ def instance_overview(
         tpot_ms=seen.tpot_ms,
         interval_ms=seen.interval_ms,
         speed=seen.speed,
+        encodes=seen.encodes,
+        encode_ms=seen.encode_ms,
     )
 
 

@@ -174,3 +174,14 @@ def test_a_running_server_explains(capsys, monkeypatch):
     ):
         assert main(["explain", *words]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_what_instances_do_with_images():
+    rows = [
+        InstanceOverview(name="e-0", role="encode", state="ready", encodes=1234, encode_ms=0.0625, image_tokens=5678),
+        InstanceOverview(name="p-0", role="prefill", state="ready"),
+    ]
+    shown = text(Look("http://h", content(instances=rows), 7.0))
+    line = next(line for line in shown.splitlines() if "e-0" in line)
+    assert line.split()[-3:] == ["1,234", "5,678", "0.062"]
+    assert shown.count("to look at") == 1, "where there are images alone"

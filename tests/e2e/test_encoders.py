@@ -4,6 +4,7 @@ import signal
 import threading
 from itertools import count
 
+import httpx
 import pytest
 
 from tests.e2e.test_apply import apply
@@ -51,6 +52,11 @@ def each(up, name):
     return {role: total(up, name, engine=f"{role}-0") for role in ROLES}
 
 
+def explained(up, answer):
+    """Of its sequence, as far as the master has heard."""
+    return httpx.get(f"{up.url}/explain/{answer.json()['id']}", timeout=20).json()["sequences"][0]
+
+
 def test_e_p_d_and_an_encoder_that_stands_still_and_is_killed(checkpoint, expected):
     with deployed(seeing(checkpoint, *ROLES)) as up:
         for colour in COLOURS[:3]:
@@ -72,6 +78,15 @@ def test_e_p_d_and_an_encoder_that_stands_still_and_is_killed(checkpoint, expect
         eventually(lambda: each(up, "images_encoded")["prefill"] == 2, 10, up.log)
         assert total(up, "image_fallbacks") == 1, "the other was sent to who prefills, as nobody encoded"
         assert any("prefill-0 looks at 1 of its images itself" in line for line in up.lines)
+        eventually(lambda: explained(up, answers["black"])["outcome"] is not None, 10, up.log)
+        told = explained(up, answers["black"])
+        assert told["placements"][0]["media_route"] == "E+P+D"
+        assert [(way["at"], way["how"]) for way in told["placements"][0]["images"]] == [("encode-0", "looks")]
+        images, (why,) = told["outcome"]["images"], told["outcome"]["image_fallbacks"]
+        assert (images["count"], images["looked"], images["brought"]) == (1, 1, 0)
+        assert images["encode_ms"] > 0
+        assert 0 < images["waited_ms"] < told["outcome"]["ttft_ms"]
+        assert why.startswith("prefill-0 looks at 1 of its images itself: ")
         up.wait_restarted("encode-0", earlier)
         eventually(
             lambda: said(ask(up, drawn("purple", 300, 300 + next(SIZES)))) and each(up, "images_encoded")["encode"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.deployments import PACED, colocated, deployed
+from tests.helpers.deployments import DEMO, PACED, colocated, deployed
 from tests.helpers.servers import QUICK, serving
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -124,6 +124,38 @@ def test_images_are_sent_and_shown(page: Any) -> None:
         page.locator(".turn.assistant").nth(1).get_by_text("first token after").wait_for()
         assert last_answer(page).locator(".body").inner_text() == "A circle."
         keep(page, "images")
+
+
+def test_who_looks_at_images_is_seen(page: Any) -> None:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (200, 200), "red").save(file, "PNG")
+    instances = [{"role": "encode"}, {"role": "prefill"}, {"role": "decode"}]
+    with deployed({"model": "demo-vl", "engine": DEMO, "instances": instances}) as server:
+        page.goto(server.url)
+        page.locator("#attach").wait_for()
+        page.locator("#ask [name=files]").set_input_files(
+            [{"name": "a.png", "mimeType": "image/png", "buffer": file.getvalue()}]
+        )
+        page.locator("#pictures img").first.wait_for()
+        say(page, "What is in the picture?")
+        last_answer(page).get_by_text("first token after").wait_for()
+        page.get_by_role("link", name="where it ran").click()
+        page.get_by_text("Images by E+P+D: encode-0 is to look at 1").wait_for()
+        for _ in range(50):  # the master hears a moment later how it ended
+            if page.get_by_text("1 brought; waited").count():
+                break
+            page.wait_for_timeout(200)
+            page.get_by_role("button", name="Explain").click()
+        page.get_by_text("1 brought; waited").wait_for()
+        keep(page, "request_with_image")
+        page.goto(f"{server.url}#cluster")
+        card = page.locator(".card", has=page.get_by_role("heading", name="Encode: 1"))
+        card.get_by_role("columnheader", name="tokens to look at").wait_for()
+        assert card.get_by_role("columnheader", name="TPOT").count() == 0
+        assert card.locator("tbody td").nth(3).inner_text() == "1"
+        keep(page, "encode_pool")
 
 
 def test_an_answer_is_stopped_by_a_key_and_a_fault_is_told(page: Any) -> None:

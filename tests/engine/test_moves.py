@@ -10,14 +10,18 @@ import pytest
 
 import penstock
 from penstock.core.clock import SystemClock
-from penstock.core.request import Request
+from penstock.core.request import MediaSpan, Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.structured_outputs import StructuredOutputs
+from penstock.core.wire import codec
 from penstock.core.wire.engine import Enqueue, Leg, Migrate, Peer
+from penstock.core.wire.handoff import MOST_PIXELS, Lease, Reserve
 from penstock.core.wire.master import Placed
 from penstock.engine.build import EngineOptions, build_engine
+from penstock.sched.local import intake
 from penstock.sched.local.intake import Intake
 from penstock.service.flight import Flight
+from penstock.transfer.frames import MAX_BODY
 from penstock.transfer.pool import memfd_pool, shared_pool
 from penstock.transfer.transports import LinkDown, open_transport
 from tests.helpers.checkpoints import write_checkpoint
@@ -262,12 +266,23 @@ def test_a_peer_that_dies_in_the_middle_of_moves_loses_nothing(kind, tmp_path, e
         assert deployment.tokens == expected(15)[0]
 
 
-def test_a_beam_search_stays_and_says_why(tmp_path):
+BEAMS = SamplingParams(temperature=0.0, use_beam_search=True, n=2)
+LARGE = {"media": (MediaSpan(1, 1, b"large"), MediaSpan(3, 1, b"other")), "pixels": (bytes(60), bytes(60))}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"params": BEAMS}, "beam searches are not handed over"),
+        (LARGE, "its images have 120 bytes, at most 100 are handed over"),
+    ],
+)
+def test_what_is_not_handed_over_stays_and_says_why(tmp_path, monkeypatch, fields, why):
+    monkeypatch.setattr(intake, "MOST_PIXELS", 100)
     with ExitStack() as stack:
         deployment = Deployment(stack, "tcp", tmp_path)
         request = next(requests(1))
-        beams = SamplingParams(temperature=0.0, use_beam_search=True, n=2)
-        deployment.launch(replace(request, params=beams, max_tokens=8))
+        deployment.launch(replace(request, max_tokens=8, **fields))
         instance = deployment.instances[deployment.flights["r0"].at]
         instance.turn(deployment.hear, deployment.stayed)
         other = next(i.peer for i in deployment.instances.values() if i is not instance)
@@ -275,4 +290,10 @@ def test_a_beam_search_stays_and_says_why(tmp_path):
         instance.intake.migrate(0.0, "f", Migrate(instance.peer.incarnation, "r0", 0, other))
         while not deployment.over:
             instance.turn(deployment.hear, deployment.stayed)
-        assert deployment.reasons == ["beam searches are not handed over"]
+        assert deployment.reasons == [why]
+
+
+def test_the_most_pixels_that_are_handed_over_fit_a_message():
+    images = {"media": (MediaSpan(1, 1, b"large"),), "pixels": (bytes(MOST_PIXELS),)}
+    request = replace(next(requests(1)), prompt=[1 << 17] * (1 << 20), **images)
+    assert len(codec.encode(Reserve(Lease("r", 0), request, "f", []))) < MAX_BODY

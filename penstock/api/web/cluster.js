@@ -150,17 +150,36 @@ function pools(looks) {
       { name: "instance", cls: "name", of: (row) => row.name },
       { name: "state", of: (row) => el(`span.state.${row.state}`, { title: row.slow || null }, row.slow ? `${row.state}, slow` : row.state) },
       { name: `last ${Math.ceil(looks.length / 60)} min`, of: (row) => strip(row.name, histories.get(row.name), looks.length) },
-      ...["running", "waiting"].map((name) => ({ name, number: true, of: (row) => number(row[name]) })),
-      { name: "unread tokens", number: true, of: (row) => number(row.pending_tokens) },
-      { name: "KV", of: (row) => meter(row.used_blocks, row.num_blocks) },
-      { name: "TTFT", number: true, of: (row) => ms(row.ttft_ms) },
-      { name: "TPOT", number: true, of: (row) => ms(row.tpot_ms) },
-      { name: "step", number: true, of: (row) => ms(row.interval_ms) },
+      ...(role === "encode" ? [] : answers),
+      ...(role === "encode" || rows.some((row) => row.encodes || row.image_tokens) ? sights(looks) : []),
       { name: "device", of: (row) => row.device || "–" },
     ];
     const title = role === "any" ? "Prefill and decode" : role[0].toUpperCase() + role.slice(1);
     return el("div.card", {}, el("h2", {}, `${title}: ${number(rows.length)}${rows.length > shown.length ? `, the busiest ${SHOWN}` : ""}`), table(columns, shown));
   });
+}
+
+const answers = [
+  ...["running", "waiting"].map((name) => ({ name, number: true, of: (row) => number(row[name]) })),
+  { name: "unread tokens", number: true, of: (row) => number(row.pending_tokens) },
+  { name: "KV", of: (row) => meter(row.used_blocks, row.num_blocks) },
+  { name: "TTFT", number: true, of: (row) => ms(row.ttft_ms) },
+  { name: "TPOT", number: true, of: (row) => ms(row.tpot_ms) },
+  { name: "step", number: true, of: (row) => ms(row.interval_ms) },
+];
+
+/** What an instance does with images; how many a second is of the last ten looks. */
+function sights(looks) {
+  const newest = looks.at(-1), before = looks.at(-11) ?? looks[0];
+  const seconds = (Date.parse(newest.at) - Date.parse(before.at)) / 1000;
+  const then = new Map(before.master.instances.map((row) => [row.name, row.encodes]));
+  const rate = (row) => (seconds > 0 ? Math.max(0, row.encodes - (then.get(row.name) ?? row.encodes)) / seconds : 0);
+  return [
+    { name: "images", number: true, of: (row) => number(row.encodes) },
+    { name: "a second", number: true, of: (row) => number(rate(row), 1) },
+    { name: "tokens to look at", number: true, of: (row) => number(row.image_tokens) },
+    { name: "1,000 tokens", number: true, of: (row) => ms(row.encode_ms === null ? null : 1000 * row.encode_ms) },
+  ];
 }
 
 function historyOf(looks, names) {

@@ -479,8 +479,8 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         load_ms: tier below the device -> of 64 tokens from there, as was measured lately, or is believed.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
         speed: of its latest steps, as a share of what they are without factors; None while there are too few.
-        encode_ms: of an image's token, a recent mean of steps that looked at images and did nothing else; None before
-            there was one.
+        encode_ms: of an image's token, a recent mean; None before there was one.
+        encodes: images that it has looked at.
     """
 
     incarnation: int
@@ -510,6 +510,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     factors: dict[str, float]
     speed: float | None = None
     encode_ms: float | None = None
+    encodes: int = 0
 
 
 class CacheDelta(msgspec.Struct, tag=True, frozen=True):

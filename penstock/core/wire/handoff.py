@@ -36,6 +36,7 @@ from penstock.core.wire.codec import decoder
 
 FETCH = -1  # the attempt of a fetch
 IMAGE = -2  # the same where what was made of images is taken
+MOST_PIXELS = 48 << 20  # bytes of a request's images that are handed over with it: a message of peers is bounded
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -463,6 +463,7 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
         migrating, migration_queue: sequences that leave it, and that wait for blocks to come to it.
         ttft_ms, tpot_ms, interval_ms, speed: see `Snapshot`.
         slow: that it is, how much, and what is done about it; "" when it is not.
+        encodes, encode_ms: see `Snapshot`; image_tokens: of images that it is still to look at.
     """
 
     name: str
@@ -482,6 +483,9 @@ class InstanceOverview(msgspec.Struct, frozen=True, kw_only=True):
     interval_ms: float | None = None
     speed: float | None = None
     slow: str = ""
+    encodes: int = 0
+    encode_ms: float | None = None
+    image_tokens: int = 0
 
 
 class DecisionOverview(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from penstock.core.wire.engine import (
     Snapshot,
     Stayed,
 )
+from penstock.core.wire.handoff import MOST_PIXELS
 from penstock.kv.embeddings import Embedding, EmbeddingCache
 from penstock.sched.local.awaited_images import AwaitedImages
 from penstock.sched.local.handoff import Handoffs, HandoffTransport, Orphans
@@ -171,9 +172,10 @@ class Intake:
         """What is known of its images before it runs: `brought` is what others had to do with it."""
         sequence = self.scheduler.sequence(request.id)
         assert sequence is not None
-        embedded = sum(span.embedded for span in request.media)
-        self.scheduler.encodes.found += embedded - (0 if brought is None else brought.brought)
-        if brought is not None and sequence.images is not None:
+        assert sequence.images is not None
+        embedded = sum(span.embedded for span in request.media[sequence.images.cached :])
+        self.scheduler.encodes.found += max(0, embedded - (0 if brought is None else brought.brought))
+        if brought is not None:
             brought.cached = sequence.images.cached
             sequence.images = brought
 
@@ -240,6 +242,8 @@ class Intake:
             return "nothing is left to do after a prompt to embed"
         if self.handoffs is None:
             return "this instance takes no part in hand-offs"
+        if (size := sum(map(len, request.pixels))) > MOST_PIXELS:
+            return f"its images have {size} bytes, at most {MOST_PIXELS} are handed over"
         return "it is here" if peer is not None and peer.name == self.peer.name else ""
 
     def _stay(
@@ -329,6 +333,7 @@ class Intake:
             factors=measured.factors,
             speed=measured.speed,
             encode_ms=None if encode_ms is None else round(encode_ms, 4),
+            encodes=scheduler.encodes.looked,
         )
 
     # --- what hand-offs tell

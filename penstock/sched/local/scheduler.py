@@ -936,7 +936,7 @@ class Scheduler:
         """It leaves the queue until what it needs first is there, which was let go of, or was thought to be cached."""
         self._waiting.remove(sequence)
         self._policy.leave(sequence)
-        self.encodes.wait(sequence, cached, self._now)
+        self.encodes.wait(sequence, cached, max(self._now, sequence.added))
         return True
 
     # --- preemption
@@ -975,7 +975,7 @@ class Scheduler:
             self.encodes.join(sequence, start)
             if not self.encodes.most(sequence, start):
                 self._policy.leave(sequence)
-                self.encodes.wait(sequence, start, self._now)
+                self.encodes.wait(sequence, start, max(self._now, sequence.added))  # it may come to one that was idle
                 self._called |= not sequence.offline
                 return
         self._policy.wait(sequence, lambda s: self.kv.prefix_hit(s).tokens)
