@@ -84,6 +84,8 @@ def main(settings: dict[str, Any]) -> int:
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
     keep_few_kernels()
     preset_mooncake(meets_ipv6(settings))
+    if (settings.get("weights") or {}).get("pair") == "nccl":
+        preset_nccl()
     from penstock.core.clock import SystemClock
     from penstock.core.heartbeat import BlackBox, Heartbeat, box_of
 
@@ -202,6 +204,12 @@ def preset_mooncake(ipv6: bool = False) -> None:
         os.environ.setdefault(variable, value)
     if ipv6:
         os.environ.setdefault(MOONCAKE_IPV6, "1")
+
+
+def preset_nccl() -> None:
+    """Torch ends a process where another one of a group of its has ended, which is not to be the end of an engine whose
+    weights somebody gets. That a rank has ended its engine notices by itself."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def meets_ipv6(settings: dict[str, Any]) -> bool:

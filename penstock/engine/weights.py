@@ -27,7 +27,7 @@ from penstock.core.wire.rank import Gives, WeightSources
 from penstock.core.wire.weights import PairWay, Way, Weights, decode_weight_message
 from penstock.nn import native
 from penstock.nn.image import DeviceImage, Image, mapped
-from penstock.transfer.pair import gpu_of, preset_nccl
+from penstock.transfer.pair import gpu_of
 from penstock.transfer.tls import TLS
 from penstock.transfer.weights import Landing, WeightServer, ask_to_map, check, digests, digests_on_device
 
@@ -201,12 +201,6 @@ class WeightManager:
         manager = cls(addresses, neighbours, told.secret, told.tls, told.mooncake, pass_on, told.pair)
         manager.told = told
         return manager
-
-    def load_to(self, place: torch.device) -> None:
-        """Weights are to be there. Call it before any are."""
-        self.place = place
-        if place.type == "cuda" and self._pair:
-            preset_nccl()
 
     # --- to get
 

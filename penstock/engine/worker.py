@@ -87,7 +87,7 @@ class Worker:
         self._weights = WeightCache(files=FILES * options.layout.group_size) if options.weight_cache else None
         self._peers = peers
         if peers is not None:
-            peers.load_to(device)
+            peers.place = device
         self._gone = False  # the weights, to be read again
         self._gave: tuple[str, Sequence[int]] | None = None  # of an image, whose weights the host has meanwhile
         if others is None and options.enable_expert_parallel:  # else the loader knows of it

@@ -37,12 +37,6 @@ LOOK_EVERY = 0.0005  # seconds between two looks at a device
 SENDER, RECEIVER = 0, 1  # ranks
 
 
-def preset_nccl() -> None:
-    """For groups that are made from now on. Torch ends a process where another one of its group has ended: right for
-    ranks of a model, whose group is there before, and not for an engine whose weights somebody gets."""
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-
-
 def gpu_of(device: torch.device) -> str:
     """Its name, which no other has; "" for none."""
     import torch

@@ -65,7 +65,7 @@ def ask(checkpoint, way, *sources, secret=SECRET, maps=True):
     """Load a model; its manager has nothing to give. Returns what was loaded."""
     mooncake, by = "127.0.0.1" if way == "mooncake" else "", way if way in PAIR_WAYS else ""
     manager = WeightManager([], sources, secret, None, mooncake, pair=by)
-    manager.load_to(torch.device("cuda:1" if way == "nccl" else "cpu"))
+    manager.place = torch.device("cuda:1" if way == "nccl" else "cpu")
     if not maps:
         manager.__class__ = OnDevice
     return load(checkpoint, manager.place, peers=manager)

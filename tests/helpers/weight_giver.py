@@ -50,15 +50,17 @@ def main(
         happens: "dies", "stops", or "damaged": one bit of a tensor is another one than when it was loaded.
         maps: whether weights are in memory that processes map.
     """
+    from penstock.cli.engine import preset_nccl
     from penstock.engine.weights import Offer, WeightManager
     from penstock.nn.loader import load
     from penstock.transfer import weights as wire
 
+    preset_nccl()
     wire.BLOCK = BLOCK
     if not maps:
         WeightManager.maps = False  # type: ignore[assignment, method-assign]
     manager = WeightManager([f"unix:{address}", "tcp:127.0.0.1:0"], (), secret, None, mooncake, pair=pair)  # type: ignore[arg-type]
-    manager.load_to(torch.device(device))
+    manager.place = torch.device(device)
     loaded = load(Path(checkpoint), manager.place, peers=manager)
     manager.give(loaded.image)
     manager.serve(None)

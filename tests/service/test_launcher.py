@@ -500,6 +500,9 @@ class Elsewhere:
 
         return is_up
 
+    def refill(self, now):
+        pass
+
     def release(self, name):
         self.released.append((name, len(self.spawned)))
 
