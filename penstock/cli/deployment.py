@@ -20,6 +20,7 @@ from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.local.limits import DISK_GBPS, REMOTE_GBPS
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
+from penstock.service.deployment import WEIGHTS_PAIRS
 from penstock.service.etcd import read_etcd_address
 from penstock.service.policies import BUNDLES
 from penstock.service.tables import Tables
@@ -140,20 +141,20 @@ OWN = {option.name: option for option in (DEVICE, SCHEDULING_POLICY)}
 
 
 def peer_weights(value: str) -> bool | str:
-    if value == "gloo":
+    if value in WEIGHTS_PAIRS.values():
         return value
     try:
         return switch(value)
     except ValueError:
-        raise ValueError("true, false or gloo") from None
+        raise ValueError(f"true, false, {' or '.join(WEIGHTS_PAIRS.values())}") from None
 
 
 PEER_WEIGHTS = Option(
     "peer-weights",
     peer_weights,
     True,
-    "take the weights of a running instance at a start: mapped on one host, else over TCP, on GPUs by NCCL; gloo: on "
-    "CPUs by that first",
+    "take the weights of a running instance at a start: mapped on one host, else over TCP; gloo: by that first; "
+    "nccl: on GPUs, which have no other way",
 )
 ENGINE = (*(OWN.get(option.name, option) for option in ENGINE_OPTIONS), PEER_WEIGHTS)
 GROUP = (

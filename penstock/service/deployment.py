@@ -12,6 +12,7 @@ from penstock.core.wire.engine import Role
 from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.supervisor import RestartPolicy
 
+WEIGHTS_PAIRS = {"cpu": "gloo", "cuda": "nccl"}  # what torch.distributed moves weights by, on each kind of device
 ADOPTED = "vllm"  # device of groups that are running servers
 
 
@@ -56,14 +57,13 @@ class Group:
     @property
     def shares_weights(self) -> bool:
         """Whether its weights may come from a running instance, and are given to others."""
-        return kind_of(self.device) in ("cpu", "cuda") and bool(self.options["peer_weights"])
+        return bool(self.weights_pair) or (kind_of(self.device) == "cpu" and self.options["peer_weights"] is True)
 
     @property
     def weights_pair(self) -> str:
-        """The way by which they come through torch.distributed, which GPUs have alone; "" without it."""
-        if not self.shares_weights:
-            return ""
-        return "nccl" if kind_of(self.device) == "cuda" else "gloo" if self.options["peer_weights"] == "gloo" else ""
+        """The way by which they come through torch.distributed, the only one of GPUs; "" without it."""
+        pair = WEIGHTS_PAIRS.get(kind_of(self.device), "")
+        return pair if self.options["peer_weights"] == pair else ""
 
     @property
     def needs(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from penstock.core.parallel import DATA, EXPERTS
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.deployment import (
     ADOPTED,
+    WEIGHTS_PAIRS,
     Cluster,
     Common,
     Deployment,
@@ -387,12 +388,13 @@ class ModelSection:
             if "peer-weights" not in spots or not asked:
                 continue
             spot, why = spots["peer-weights"], ""
-            if not group.shares_weights:
+            kind = kind_of(group.device)
+            if kind not in WEIGHTS_PAIRS:
                 why = f"{_whose_memory(group)} is false: group {group.name!r} has no weights to give"
-            elif asked == "gloo" and kind_of(group.device) == "cuda":
-                why = f"{_whose_memory(group)} is true, which is by NCCL, or false"
+            elif not group.shares_weights:
+                why = f"{_whose_memory(group)} is {'true, ' * (kind == 'cpu')}{WEIGHTS_PAIRS[kind]} or false"
             elif tls and group.weights_pair:
-                why = f"with transport.tls {_whose_memory(group)} is {'true or ' * (asked == 'gloo')}false: "
+                why = f"with transport.tls {_whose_memory(group)} is {'true or ' * (kind == 'cpu')}false: "
                 why += "a process group sends in the clear"
             if why:
                 self.file.complain(spot, f"{spot.shown}, allowed {why}")

@@ -278,7 +278,15 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (
             SMALLEST + "    device: cuda\nengine: {peer-weights: gloo}",
-            "up.yaml:5: engine.peer-weights: 'gloo', allowed on cuda is true, which is by NCCL, or false",
+            "up.yaml:5: engine.peer-weights: 'gloo', allowed on cuda is nccl or false",
+        ),
+        (
+            SMALLEST + "    device: cuda\nengine: {peer-weights: true}",
+            "up.yaml:5: engine.peer-weights: 'true', allowed on cuda is nccl or false",
+        ),
+        (
+            SMALLEST + "engine: {peer-weights: nccl}",
+            "up.yaml:4: engine.peer-weights: 'nccl', allowed on cpu is true, gloo or false",
         ),
         (
             SMALLEST
@@ -289,7 +297,7 @@ def test_an_anchor_and_a_blank_value_are_fine():
         ),
         (
             SMALLEST + "engine: {peer-weights: maybe}",
-            "up.yaml:4: engine.peer-weights: 'maybe', allowed is true, false or gloo",
+            "up.yaml:4: engine.peer-weights: 'maybe', allowed is true, false, gloo or nccl",
         ),
         (
             SMALLEST + "launcher: ray\ntransport: {kind: shared}",

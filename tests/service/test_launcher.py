@@ -313,9 +313,9 @@ def test_weights_are_given_to_other_hosts_where_there_are_some():
     told, _, _ = settings(parse("up.yaml", text + "engine: {peer-weights: gloo}", TABLES))
     assert told["engine-0"]["weights"]["pair"] == "gloo"
     gpu = "model: demo\ninstances: [{device: cuda}]\n"
-    told, _, _ = settings(parse("up.yaml", gpu, TABLES))
+    told, _, _ = settings(parse("up.yaml", gpu + "engine: {peer-weights: nccl}", TABLES))
     assert told["engine-0"]["weights"]["pair"] == "nccl"
-    told, _, _ = settings(parse("up.yaml", gpu + "engine: {peer-weights: false}", TABLES))
+    told, _, _ = settings(parse("up.yaml", gpu, TABLES))
     assert told["engine-0"]["weights"] is None
 
 
