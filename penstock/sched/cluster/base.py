@@ -402,7 +402,13 @@ class MigrationPolicy(Protocol):
 
 class MediaPolicy(Protocol):
     """Decides which stages of requests with images are together. Asked on every tick of the master; what it answers is
-    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well."""
+    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well.
+
+    Attributes:
+        why: it chooses what it does; "" while it leaves that as it was set.
+    """
+
+    why: str
 
     def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
         """An online request has come, with images or without.
@@ -414,7 +420,7 @@ class MediaPolicy(Protocol):
         ...
 
     def choose(self, view: ClusterView) -> engine.MediaRoute | None:
-        """None is "E+P+D" while there are instances of the role "encode", and otherwise "EP+D"."""
+        """None leaves it as it was set."""
         ...
 
 

@@ -1,0 +1,58 @@
+"""The EPD profiler in a real deployment: what comes changes, and with it who does what."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+
+from tests.e2e.test_images import ask, drawn
+from tests.helpers.deployments import deployed
+from tests.helpers.waiting import eventually
+from tools.make_checkpoint import write
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.slow
+# a known machine, whose tower and steps take what the model of stages has them take
+ENGINE = {"device": "modelled:h200", "geometry": "qwen2.5-vl-7b", "max-model-len": 4096, "max-num-seqs": 32}
+ENGINE |= {"kv-blocks": 1024}
+ROLES = "encode", "prefill", "decode"
+FEWEST, WINDOW = 100, 400  # requests that it looks at
+SLO = {"ttft_ms": 3000, "tpot_ms": 200}
+
+
+def roles(up) -> dict[str, str]:
+    return {instance["name"]: instance["role"] for instance in json.loads(up.get("/health"))["instances"]}
+
+
+def send(up, number: int, images: int) -> None:
+    """So many requests, each with images that nobody has seen."""
+    sides = count(number)
+
+    def one(i: int) -> None:
+        shown = [drawn("red", 280, 280 + (next(sides) % 500)) for _ in range(images)]
+        answer = ask(up, *shown, max_tokens=8, ignore_eos=True, slo=SLO, cache_salt=f"{number}.{i}")
+        assert answer.status_code == 200, answer.text
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(number)))
+
+
+def test_images_begin_to_come_and_instances_change_what_they_do(tmp_path):
+    write("qwen2.5-vl-tiny", tmp_path)
+    content = {"model": str(tmp_path), "served-model-name": "tiny", "policy": "epd", "engine": ENGINE}
+    with deployed(content | {"instances": [{"role": role} for role in ROLES]}) as up:
+        before = roles(up)
+        send(up, FEWEST + 20, images=0)
+        assert roles(up) == before, "text alone is no reason"
+        assert not any(" epd: " in line for line in up.lines)
+
+        send(up, FEWEST, images=2)  # nearly half of what it sees now
+        changed = eventually(lambda: [line for line in up.lines if "changes to role" in line], 60, up.log)
+        assert all(" epd: " in line and " requests/s, E+P+D 1:1:1 " in line for line in changed), changed
+        assert "images to look at each" in changed[0]
+        eventually(lambda: roles(up) != before, 20, up.log)
+        eventually(lambda: any("requests with images are placed as" in line for line in up.lines), 20, up.log)
+        send(up, 10, images=1)
+        assert not any("Traceback" in line for line in up.lines)
