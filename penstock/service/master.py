@@ -241,13 +241,11 @@ class Master:
 
     def _route_media(self, policy: MediaPolicy, now: float) -> list[Action]:
         """Requests with images go this way from now on; those that are placed go on as they were."""
-        before, self.images.route = self.images.route, policy.choose(self._view(now)) or self._media_route
+        before, self.images.route = self.images.route, policy.choose(self._view(now), self._media_route)
         if self.images.route == before:
             return []
-        route = self.images.route or "roles have it"
-        return [
-            Notice(f"requests with images are placed as {route}, before as {before or 'roles had it'}: {policy.why}")
-        ]
+        route, former = self.images.route or "roles have it", before or "roles had it"
+        return [Notice(f"requests with images are placed as {route}, before as {former}: {policy.why}")]
 
     # --- instances
 

@@ -175,7 +175,8 @@ def test_without_images_or_with_few_requests_it_says_nothing(images, count):
     for request in traffic(images, count=count):
         tell(profiler, request)
     assert not profiler.decide(view(any=4))
-    assert (profiler._search, profiler.choose(view(any=4))) == (None, None)
+    assert (profiler._search, profiler.choose(view(any=4), None)) == (None, None)
+    assert profiler.choose(view(any=4), "ED+P") == "ED+P", "as it was set"
 
 
 def test_it_leaves_what_is_nearly_as_good():

@@ -405,7 +405,7 @@ class MediaPolicy(Protocol):
     for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well.
 
     Attributes:
-        why: it chooses what it does; "" while it leaves that as it was set.
+        why: it chooses what it does; "" while that is what was set.
     """
 
     why: str
@@ -419,8 +419,12 @@ class MediaPolicy(Protocol):
         """
         ...
 
-    def choose(self, view: ClusterView) -> engine.MediaRoute | None:
-        """None leaves it as it was set."""
+    def choose(self, view: ClusterView, given: engine.MediaRoute | None) -> engine.MediaRoute | None:
+        """
+        Args:
+            given: the route that was set. None is "E+P+D" while there are instances of the role "encode", and otherwise
+                "EP+D"; so is the answer.
+        """
         ...
 
 

@@ -107,6 +107,7 @@ class EPDProfiler:
         self._search: Generator[None, None, Profile] | None = None
         self._next = -inf
         self._now: Layout | None = None
+        self._given: MediaRoute | None = None  # as it was set
         self._rate = 0.0  # of the traffic that the search is about
         self.route: MediaRoute | None = None
         self.why = ""
@@ -117,8 +118,9 @@ class EPDProfiler:
         self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
         self._targets.append((demand.ttft, demand.tpot))
 
-    def choose(self, view: ClusterView) -> MediaRoute | None:
-        return self.route
+    def choose(self, view: ClusterView, given: MediaRoute | None) -> MediaRoute | None:
+        self._given = given
+        return self.route or given
 
     def decide(self, view: ClusterView) -> Sequence[Move]:
         """Think on; where that has come to an end and another layout is worth it, the moves that make it."""
@@ -141,7 +143,7 @@ class EPDProfiler:
             return False
         if (machine := machine_of(instances)) is None:
             return False
-        self._now = layout_of(view, self.route)
+        self._now = layout_of(view, self.route or self._given)
         start, end = self._traffic[0].at, self._traffic[-1].at
         self._rate = len(self._traffic) / max(end - start, 1e-9)
         longest = round(view.rates.output_tokens) or LONGEST  # nobody knows how long outputs will be
