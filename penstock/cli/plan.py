@@ -2,7 +2,8 @@
 
 Every way to use the devices is estimated by the step-time model; the most promising are simulated, until none that
 costs less is left to try. With --objective it is instead about one model on all devices: how many share a layer, and
-how many groups share the experts.
+how many groups share the experts; with --objective images which stages of a trace's requests are together, one device
+to an instance.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli import plan_layout
+from penstock.cli import plan_layout, plan_route
 from penstock.cli.options import Option, add_flag, integer, number, one_of, read_text
 from penstock.cli.output import lost_processes, make_progress
 from penstock.cli.plan_report import (
@@ -92,11 +93,13 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.write, "--write")
     values = {option.key: getattr(args, option.key) for option in (*FLAGS, *plan_layout.FLAGS)}
     available = _devices(args.devices)
-    if values["objective"] is not None:
+    if values["objective"] not in (None, plan_layout.IMAGES):
         _refuse_beside_objective(args)
         return plan_layout.choose(values, available, args.json)
     prices = PRICES | _prices(args.price, available)
     document = _document(args, values)
+    if values["objective"] == plan_layout.IMAGES:
+        return _choose_route(args, values, available, document, prices)
     kinds, unfit = _kinds(document, args.scenario or "plan", available, prices, args.write is not None)
     problem = _problem(args, values, document, kinds)
     asked = demands(problem.requests, problem.rate, problem.scenario.workload.max_tokens)
@@ -120,6 +123,22 @@ def run(args: argparse.Namespace) -> int:
     if winner is not None and args.write is not None:
         Path(args.write).write_text(deployment_text(winner, problem.policy), encoding="utf-8")
     return 0 if winner is not None else 1
+
+
+def _choose_route(
+    args: argparse.Namespace,
+    values: Mapping[str, Any],
+    available: Mapping[str, int],
+    document: Mapping[str, Any],
+    prices: Mapping[str, float],
+) -> int:
+    if len(available) > 1:
+        raise ConfigError(f"--devices: {', '.join(available)}, allowed with --objective is one kind", "devices")
+    if args.write is not None:
+        raise ConfigError(f"--write: {args.write}, allowed only without --objective", "write")
+    ((device, count),) = available.items()
+    kinds, _ = _kinds(document, args.scenario or "plan", {device: 1}, prices, False)
+    return plan_route.choose(_problem(args, values, document, kinds), kinds[0], count, args.json)
 
 
 # --- what was asked

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from penstock.core.device import DeviceModel, ModelShape
     from penstock.sim.layouts import Decoding, Judged, Objective, Spread
 
-OBJECTIVES = ("latency", "throughput", "mixed")
+IMAGES = "images"  # see `plan_route`
+OBJECTIVES = ("latency", "throughput", "mixed", IMAGES)
 NEEDED = ("concurrency", "prompt-tokens", "output-tokens")
 
 FLAGS = (
@@ -24,7 +25,8 @@ FLAGS = (
         "objective",
         one_of(*OBJECTIVES),
         None,
-        "choose TP x DP instead: latency (of a token), throughput (of a device), or mixed (one layout for both stages)",
+        "choose TP x DP instead: latency (of a token), throughput (of a device), or mixed (one layout for both "
+        "stages); or, with a trace, images: the route and the split of their stages",
     ),
     Option("concurrency", integer(1, 1_000_000), None, "with --objective: sequences at once"),
     Option("prompt-tokens", integer(1, 1 << 24), None, "with --objective: of each"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.device import ModelShape
+from penstock.core.device import ModelShape, TowerShape
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.parallel import DATA, EXPERTS, PIPELINE, TENSOR
@@ -32,6 +32,7 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
+from penstock.nn.config import VisionConfig
 from penstock.nn.linear import WHOLE, Linear
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
@@ -384,6 +385,7 @@ def _shape(model: Decoder) -> ModelShape:
         tied=config.tie_embeddings,
         bytes_per_value=model.dtype.itemsize,
         windows=config.windows,
+        vision=None if config.vision is None else _tower(config.vision, config.hidden_size, model.dtype.itemsize),
     )
     if not model.quantised:
         return shape
@@ -394,3 +396,20 @@ def _shape(model: Decoder) -> ModelShape:
         return shape
     head = model.head.weight_bytes / model.head.weight.shape[0] / shape.hidden
     return replace(shape, head_bits=8 * head)
+
+
+def _tower(config: VisionConfig, width: int, itemsize: int) -> TowerShape | None:
+    """None for towers that see tiles: what they take is not predicted."""
+    if config.tiling is not None:
+        return None
+    return TowerShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        patch_values=3 * config.frames * config.patch_size**2,
+        merge=config.merge,
+        window=(config.window * config.merge) ** 2,
+        full_layers=len(config.whole_layers),
+        width=width,
+        bytes_per_value=itemsize,
+    )

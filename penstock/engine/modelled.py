@@ -23,6 +23,7 @@ import numpy as np
 from penstock.core import digest
 from penstock.core.clock import Clock
 from penstock.core.errors import ConfigError
+from penstock.core.hf_config import text_config
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.plan import BLOCK_TOKENS, POOLED_ONE, SequenceStep, StepPlan, StepResult, verified
 from penstock.core.request import TokenLogprobs
@@ -149,7 +150,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
     config = _read_json(directory / "config.json")
     shape = _shape(options.geometry, config).storing(options.kv_cache_dtype)
     times = StepTime(device, shape)
-    sizes, model_len = _size(options, device, shape, _positive(config, "max_position_embeddings"))
+    sizes, model_len = _size(options, device, shape, _positive(text_config(config), "max_position_embeddings"))
     slots = _slots(options, shape.block_bytes)
     windows = windows_of(shape.kv_groups)
     layout = KVLayout(
@@ -159,7 +160,7 @@ def build_modelled(options: ModelledOptions, clock: Clock, open_pool: OpenPool =
         groups=shape.kv_groups,
         block_bytes=BLOCK_BYTES,
     )
-    vocab_size = _positive(config, "vocab_size")
+    vocab_size = _positive(text_config(config), "vocab_size")
     token_ids = ordinary_ids(directory, vocab_size)
     pool = open_pool(layout, sizes.num_blocks)
     runner = PacedRunner(

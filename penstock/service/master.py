@@ -61,6 +61,7 @@ from penstock.sched.cluster import (
     Decision,
     Demand,
     Later,
+    MediaPolicy,
     Migration,
     Move,
     Random,
@@ -109,7 +110,7 @@ class Master:
         fleet: what scaling may do; None when nothing is ever started or stopped.
         recorder: gets every decision.
         slow: says which instances are restarted because they are slow; None where none ever is.
-        media_route: which stages of requests with images are together, as `ImagePlaces` has it.
+        media_route: which stages of requests with images are together, as `ImagePlaces` has it, until a policy says.
 
     Attributes:
         images: who looks at the images of requests.
@@ -138,6 +139,7 @@ class Master:
         self._touched: set[str] = set()  # sessions that have changed
         self._roster = Roster(self._sessions, self._touched)
         self._sources = KVSources(self.index, self._sessions, self._roster)
+        self._media_route = media_route
         self.images = ImagePlaces(self._sessions, self._roster, media_route)
         dynamic = policies.roles is not None and policies.roles.dynamic
         self._mesh = Mesh(self._sessions, everybody=dynamic or policies.scaling is not None)
@@ -222,7 +224,7 @@ class Master:
         self._renew_first(now)
         actions += self._refuse_hopeless(now)
         if self._policies.media is not None:
-            actions += self._route_media(self._policies.media.choose(self._view(now)))
+            actions += self._route_media(self._policies.media, now)
         if self._policies.roles is not None:
             actions += self._move(now, self._policies.roles.decide(self._view(now)))
         if self._policies.balance is not None and self._in_flight:
@@ -237,12 +239,13 @@ class Master:
             actions += self._restart_slow(now, self._slow)
         return actions + self._retire(now)
 
-    def _route_media(self, route: MediaRoute | None) -> list[Action]:
+    def _route_media(self, policy: MediaPolicy, now: float) -> list[Action]:
         """Requests with images go this way from now on; those that are placed go on as they were."""
-        before, self.images.route = self.images.route, route
-        if route == before:
+        before, self.images.route = self.images.route, policy.choose(self._view(now), self._media_route)
+        if self.images.route == before:
             return []
-        return [Notice(f"requests with images are placed as {route or 'roles have it'}, before as {before or 'those'}")]
+        route, former = self.images.route or "roles have it", before or "roles had it"
+        return [Notice(f"requests with images are placed as {route}, before as {former}: {policy.why}")]
 
     # --- instances
 

@@ -24,6 +24,7 @@ from penstock.sched.cluster.balance import Balance, Together
 from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.conversion import Conversions
 from penstock.sched.cluster.elastic_roles import ElasticRoles
+from penstock.sched.cluster.epd_profiler import EPDProfiler
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.pull import Pull
@@ -40,7 +41,8 @@ class Policies:
         migration: decides who decodes, where `dispatch` leaves that open; None where it never does.
         balance: moves what runs; None moves only what instances that drain have.
         priorities: targets by priority, for requests without any; None leaves them without.
-        media: decides which stages of requests with images are together; None leaves that as it was set.
+        media: decides which stages of requests with images are together; None leaves that as it was set. One that
+            changes roles for it is `roles` as well.
     """
 
     dispatch: DispatchPolicy
@@ -140,6 +142,18 @@ def _unified(at: Circumstances) -> Policies:
     )
 
 
+def _epd(at: Circumstances) -> Policies:
+    """Which roles there are is the profiler's alone."""
+    profiler = EPDProfiler()
+    return Policies(
+        dispatch=DISPATCH["least-loaded"](),
+        balance=Conversions(),
+        roles=profiler,
+        media=profiler,
+        priorities=at.mapping(),
+    )
+
+
 _HFX = Bundle(make=_hfx)
 _UNIFIED = Bundle(make=_unified, local_policy="slack", moves=True)
 
@@ -151,6 +165,7 @@ BUNDLES = {
     "hfx": _HFX,
     "hfx_scaling": scaled(_HFX, HFXScaling),
     "rtp_llm": dispatched(DISPATCH["rtp_llm"]),
+    "epd": Bundle(make=_epd, moves=True),
     "unified": _UNIFIED,
     "unified_scaling": scaled(_UNIFIED, UnifiedScaling),
 }

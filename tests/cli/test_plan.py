@@ -190,3 +190,25 @@ def test_what_cannot_be_had_is_said_in_one_line(trace, capsys, more, message):
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(f"penstock: {message}")
+
+
+def test_which_route_and_split_carry_most_images(tmp_path, capsys):
+    columns = "arrival_s,client,text_tokens,image_count,image_tokens,output_tokens"
+    rows = [f"{i * 0.1:.2f},0,{60 + 200 * (i % 3 == 0)},1,650,{20 + i % 60}" for i in range(200)]
+    file, out = tmp_path / "servegen_mm-image.csv", tmp_path / "out.json"
+    file.write_text("\n".join([columns, *rows]))
+    asked = flags(file, geometry="qwen2.5-vl-7b", devices="h200:2", objective="images", tries=None, jobs=None)
+    assert main([*asked, f"--json={out}"]) == 0
+    found = json.loads(out.read_text())
+    rates = {row["title"]: row["rate"] for row in found["layouts"]}
+    assert set(rates) == {"EPD 2", "EP+D 1:1", "ED+P 1:1"}
+    assert found["rate"] == rates[found["winner"]] >= found["asked"] == pytest.approx(10.0)
+    assert f"Best is {found['winner']}" in capsys.readouterr().out
+    for more, field in (
+        ({"geometry": "llama-3.1-8b"}, "geometry"),
+        ({"devices": "h200:1"}, "devices"),
+        ({"devices": "h200:2,l4:2"}, "devices"),
+    ):
+        refused = asked + [f"--{name}={value}" for name, value in more.items()]
+        assert main(refused) == 2
+        assert f"--{field}: " in capsys.readouterr().err

@@ -1,11 +1,24 @@
 """Which stages of requests with images are together: the model of stages, the search, and what is made of it."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
+from msgspec.structs import replace as changed
 
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
-from penstock.sched.cluster.epd_profiler import EVERY, FEWEST, PACE, EPDProfiler, layout_of, moves, search
+from penstock.sched.cluster.epd_profiler import (
+    EVERY,
+    FEWEST,
+    LINK,
+    PACE,
+    EPDProfiler,
+    layout_of,
+    machine_of,
+    moves,
+    search,
+    targets_of,
+)
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
@@ -107,7 +120,7 @@ def test_the_search_finds_what_trying_all_finds(count, images, output):
 
 def instances(**roles: int) -> list[InstanceLoad]:
     return [
-        InstanceLoad(name=f"{role}-{i}", role=role, times=TIMES, requests=i)
+        InstanceLoad(name=f"{role}-{i}", role=role, times=TIMES, requests=i, token_budget=TIGHT.token_budget)
         for role, count in roles.items()
         for i in range(count)
     ]
@@ -118,17 +131,18 @@ def view(now: float = 0.0, encoders: int = 0, **roles: int) -> ClusterView:
 
 
 def test_the_fewest_moves_make_a_layout():
-    made = moves(view(prefill=2, decode=4), Layout("E+P+D", 1, 3, 2))
+    made = moves(view(prefill=2, decode=4), Layout("E+P+D", 1, 3, 2), "why")
     assert [(move.name, move.role) for move in made] == [("decode-0", "encode"), ("decode-1", "prefill")]
-    assert not moves(view(prefill=2, decode=2, encoders=1), Layout("E+P+D", 1, 2, 2))
+    assert not moves(view(prefill=2, decode=2, encoders=1), Layout("E+P+D", 1, 2, 2), "why")
     assert layout_of(view(prefill=2, decode=2, encoders=1), None) == Layout("E+P+D", 1, 2, 2)
     assert layout_of(view(prefill=2, decode=2), "ED+P") == Layout("ED+P", 0, 2, 2)
     assert layout_of(view(any=3), None) == Layout("EPD", any=3)
     assert layout_of(view(any=3, decode=1), None) is None
 
 
-def tell(profiler: EPDProfiler, request: MediaRequest) -> None:
-    demand = Demand(key=("f", "r"), prompt_tokens=request.prompt, max_tokens=request.output)
+def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets = NARROW) -> None:
+    tokens, limits = {"prompt_tokens": request.prompt, "max_tokens": request.output}, targets._asdict()
+    demand = Demand(key=("f", "r"), **tokens, ttft=limits["ttft"], tpot=limits["tpot"])
     profiler.observe(request.at, demand, request.images, request.seen)
 
 
@@ -141,29 +155,96 @@ def thought(profiler: EPDProfiler, **roles: int):
 
 
 def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
-    profiler = EPDProfiler(TIGHT, NARROW, gain=0.05)
+    profiler = EPDProfiler(gain=0.05)
     for request in traffic(2, output=200):
         tell(profiler, request)
     made, asked = thought(profiler, any=4)
     assert asked > 10, f"it is done after {asked} questions, each of {PACE} rounds"
     assert profiler.route == profiler.found.layout.route != "EPD"
     assert len(made) == 4, "all were of any role"
+    assert {move.reason for move in made} == {profiler.why}
+    assert profiler.why.startswith(f"epd: {profiler.found.layout.title} carries ")
+    assert ", EPD 4 " in profiler.why
+    assert "with 2 images to look at each" in profiler.why
     assert not profiler.decide(view(now=1.0 + EVERY / 2, any=4)), "it rests"
 
 
 @pytest.mark.parametrize(("images", "count"), [(0, FEWEST), (1, FEWEST - 1)])
 def test_without_images_or_with_few_requests_it_says_nothing(images, count):
-    profiler = EPDProfiler(MACHINE, TARGETS)
+    profiler = EPDProfiler()
     for request in traffic(images, count=count):
         tell(profiler, request)
     assert not profiler.decide(view(any=4))
-    assert (profiler._search, profiler.choose(view(any=4))) == (None, None)
+    assert (profiler._search, profiler.choose(view(any=4), None)) == (None, None)
+    assert profiler.choose(view(any=4), "ED+P") == "ED+P", "as it was set"
 
 
 def test_it_leaves_what_is_nearly_as_good():
-    profiler = EPDProfiler(MACHINE, TARGETS, gain=10.0)
+    profiler = EPDProfiler(gain=10.0)
     for request in traffic(2):
         tell(profiler, request)
     made, _ = thought(profiler, any=2)
     assert (made, profiler.route) == ((), None)
     assert profiler.found.factor > 0
+
+
+def test_what_was_applied_for_images_is_undone_when_they_stop():
+    profiler = EPDProfiler(gain=0.05)
+    for request in traffic(2, output=200):
+        tell(profiler, request)
+    thought(profiler, any=4)
+    loose = Targets(5.0, 0.5)  # with which apart does not pay
+    for request in traffic(0, count=4 * FEWEST):
+        tell(profiler, request, loose)
+    later = view(now=2.0 + EVERY, prefill=1, encoders=2, decode=1)
+    for _ in range(100_000):
+        if made := profiler.decide(later):
+            break
+    assert "encode" not in {move.role for move in made}
+    assert any(move.name.startswith("encode") for move in made)
+    assert "with 0 images" in profiler.why
+
+
+def test_it_looks_again_where_an_instance_went_meanwhile():
+    profiler = EPDProfiler(gain=0.05)
+    for request in traffic(2, output=200):
+        tell(profiler, request)
+    assert not profiler.decide(view(now=1.0, any=4))
+    while profiler._search is not None:
+        assert not profiler.decide(view(now=1.0, any=3)), "nothing is applied to what is no longer there"
+    assert (profiler.route, profiler.found) == (None, None)
+
+
+@pytest.mark.parametrize("silent", ["no targets", "no tower"])
+def test_where_nothing_can_be_told_it_says_nothing(silent):
+    profiler = EPDProfiler()
+    for request in traffic(2):
+        tell(profiler, request, Targets(inf, inf) if silent == "no targets" else NARROW)
+    blind = [InstanceLoad(name=str(i), times=StepTime(TIMES.device, GEOMETRIES["qwen2-7b"])) for i in range(2)]
+    seen = view(any=2) if silent == "no targets" else ClusterView(now=0.0, instances=blind)
+    assert not profiler.decide(seen)
+    assert profiler._search is None
+
+
+def test_instances_are_taken_for_what_they_measured():
+    plain = instances(any=3)
+    believed = machine_of(plain)
+    assert (believed.token_budget, believed.link) == (TIGHT.token_budget, LINK)
+    assert believed.times.encode_ms([512]) == pytest.approx(TIMES.encode_ms([512]))
+    limit = TIMES.step_ms([(TIGHT.token_budget, 0)])
+    assert believed.encode_budget == 512 or TIMES.encode_ms([512] * (believed.encode_budget // 512)) <= limit
+    each = TIMES.encode_ms([512]) / 512
+    measured = [changed(i, encode_ms=3 * each, fetch_ms=0.5) for i in plain]
+    machine = machine_of([*measured, changed(plain[0], name="new", token_budget=512)])
+    assert machine.times.encode_ms([512]) == pytest.approx(3 * TIMES.encode_ms([512]))
+    assert machine.link == pytest.approx(TIMES.shape.block_bytes / 0.5e-3)
+    assert machine.encode_budget <= believed.encode_budget
+    again = [changed(i, times=machine.times) for i in measured]
+    assert machine_of(again).times.encode_ms([512]) == pytest.approx(3 * TIMES.encode_ms([512])), "not twice"
+
+
+def test_targets_are_those_of_most_requests():
+    assert targets_of([(1.0, 0.1), (2.0, inf), (9.0, 0.2), (inf, inf)]) == Targets(2.0, 0.1)
+    assert targets_of([(inf, 0.1)]) == Targets(inf, 0.1)
+    assert targets_of([(inf, inf)]) is None
+    assert targets_of([]) is None

@@ -144,13 +144,13 @@ def test_policies_see_who_encodes_apart():
 
 def test_a_policy_changes_the_route_of_what_comes_next():
     class Choosing:
-        route, came = None, []
+        route, why, came = None, "more come", []
 
         def observe(self, now, demand, images, seen):
             self.came.append((demand.key[1], images, seen))
 
-        def choose(self, view):
-            return self.route
+        def choose(self, view, given):
+            return self.route or given
 
     cluster = Seeing("e0", "p0", "d0")
     media = Choosing()

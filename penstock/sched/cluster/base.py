@@ -421,7 +421,13 @@ class MigrationPolicy(Protocol):
 
 class MediaPolicy(Protocol):
     """Decides which stages of requests with images are together. Asked on every tick of the master; what it answers is
-    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well."""
+    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well.
+
+    Attributes:
+        why: it chooses what it does; "" while that is what was set.
+    """
+
+    why: str
 
     def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
         """An online request has come, with images or without.
@@ -432,8 +438,12 @@ class MediaPolicy(Protocol):
         """
         ...
 
-    def choose(self, view: ClusterView) -> engine.MediaRoute | None:
-        """None is "E+P+D" while there are instances of the role "encode", and otherwise "EP+D"."""
+    def choose(self, view: ClusterView, given: engine.MediaRoute | None) -> engine.MediaRoute | None:
+        """
+        Args:
+            given: the route that was set. None is "E+P+D" while there are instances of the role "encode", and otherwise
+                "EP+D"; so is the answer.
+        """
         ...
 
 
