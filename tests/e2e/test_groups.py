@@ -69,9 +69,9 @@ def test_all_groups_start_again_where_one_dies(checkpoint, tmp_path, tensor):
     with deployed(content(checkpoint, **groups)) as up, ThreadPoolExecutor(len(PROMPTS)) as clients:
         assert list(clients.map(lambda prompt: text(up, prompt), PROMPTS)) == expected
         for victim in ("engine-1", "engine-0"):
-            before, begun = up.pids(), threading.Event()
-            answers = [clients.submit(text, up, prompt, begun) for prompt in PROMPTS]
-            assert begun.wait(60)
+            before, begun = up.pids(), [threading.Event() for _ in PROMPTS]
+            answers = [clients.submit(text, up, *one) for one in zip(PROMPTS, begun, strict=True)]
+            assert all(event.wait(60) for event in begun)  # who comes later is told that there is no instance
             os.kill(before[victim], signal.SIGKILL)
             assert [answer.result() for answer in answers] == expected, up.log()
             eventually(lambda: set(states(up).values()) == {"ready"}, 60, up.log)
