@@ -27,8 +27,9 @@ from penstock import LLM, SamplingParams
 from penstock.core.device import WEIGHT_BITS
 from penstock.nn.checkpoint import weight_files
 from penstock.nn.linear import Linear
-from penstock.nn.loader import LAYER, load_model
+from penstock.nn.loader import load_model
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.places import LAYER
 from penstock.service.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,8 +29,10 @@ from penstock.nn import native
 from penstock.nn.checkpoint import Stored
 from penstock.nn.config import DecoderConfig
 from penstock.nn.experts import Experts, MixtureOfExperts, Spare
-from penstock.nn.loader import file_times, load_expert, stored_by_name
+from penstock.nn.identity import file_times
+from penstock.nn.loader import load_expert
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.places import stored_by_name
 from penstock.nn.reading import changed
 from penstock.sched.parallel.rebalancing import (
     EPLB_CONFIG,

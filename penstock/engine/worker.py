@@ -22,9 +22,10 @@ from penstock.engine.memory import free_bytes, mapping_budget
 from penstock.engine.options import EngineOptions, device_of, dtype_of
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
+from penstock.nn.identity import file_times, identity
 from penstock.nn.image import DeviceImage
 from penstock.nn.linear import WHOLE
-from penstock.nn.loader import Loaded, file_times, identity, load, read_architecture
+from penstock.nn.loader import Loaded, load, read_architecture
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops.attention import reads_in_place
 from penstock.nn.reading import changed

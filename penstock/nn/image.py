@@ -38,7 +38,7 @@ Placed = Mapping[str, tuple[str, list[int], int]]  # name -> its dtype, its shap
 class Image:
     """
     Args:
-        key: names the weights by everything that they are made from; see `loader.image_key`.
+        key: names the weights by everything that they are made from; see `identity.image_key`.
         fd: of the file; owned.
         start: of the first weight, in the file.
         memory: all weights, mapped; [bytes] uint8.

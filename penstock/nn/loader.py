@@ -6,20 +6,15 @@ names the file.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite, image_settings
@@ -29,11 +24,8 @@ from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
     DTYPES,
     FLOATS,
-    INDEX,
     MALFORMED,
-    MOST_HEADER,
     Stored,
-    indexed,
     not_found,
     read_json,
     stored,
@@ -42,44 +34,32 @@ from penstock.nn.checkpoint import (
 from penstock.nn.config import DecoderConfig
 from penstock.nn.experts import ExpertLinear
 from penstock.nn.formats import Quantisation, read_quantisation
-from penstock.nn.formats.base import Expected, Format, check_cut
+from penstock.nn.formats.base import Format, check_cut
 from penstock.nn.formats.dense import DENSE
+from penstock.nn.identity import cache_key, file_times, image_key
 from penstock.nn.image import Arena, DeviceImage, Image, Peers
-from penstock.nn.layers import Part
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods import method_for
 from penstock.nn.methods.base import LinearMethod, Weight
 from penstock.nn.models import architecture
 from penstock.nn.models.decoder import Decoder
+from penstock.nn.places import (
+    HEAD,
+    Place,
+    check_layers,
+    check_weights,
+    full_name,
+    is_headless,
+    of_other_dtype,
+    places,
+    sources,
+    stored_by_name,
+)
 from penstock.nn.reading import changed, mapped, pieces
 from penstock.nn.weight_cache import WeightCache
 
 log = logging.getLogger("penstock.loader")
-IDENTITY_BYTES = 4096  # of every tensor
-# derived values that older checkpoints carry, and scales of a KV cache, which has its own here
-IGNORED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-UNSEEN = ("visual.post_layernorm.", "visual.head.")  # of a SigLIP, behind the layer of which LLaVA takes what it sees
-DRAFT = "draft_head."  # how names of its parts begin here
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own in layers that predict further
-BARE = ("embed_tokens.", "layers.", "norm.")  # how names begin in checkpoints that were saved without a head
-LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-TOWER = re.compile(r"visual\.(?:blocks|encoder\.layers)\.(\d{1,6})\.")
-# how names begin in checkpoints of models that see, as different versions of transformers save them
-RENAMED = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.visual.", "visual."),
-    *(
-        (f"{begins}{tower}", "visual.")
-        for begins in ("model.", "")
-        for tower in ("vision_tower.vision_model.", "vision_tower.")
-    ),
-    *((f"{begins}multi_modal_projector.", "visual.projector.") for begins in ("model.", "")),
-    *((f"{begins}image_newline", "visual.newline.weight") for begins in ("model.", "")),
-)
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-HEAD = "lm_head.weight"
 HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
 
 # A peer by torch.distributed; one of this host, whose memory is mapped; packed weights on disk that the page cache has;
@@ -164,7 +144,7 @@ def load(
     except (RuntimeError, MemoryError) as error:  # torch's own way to say so
         raise _no_room(directory, device, error) from None
     before, files = _states(directory), file_times(directory)
-    tensors = _check_weights(model, directory)
+    tensors = check_weights(model, directory)
     form = held(model)
     if device.type == "cpu" and _keeps(model) and cache is not None and cache.wants(model):
         key = cache_key(directory, dtype, shard, form)
@@ -288,7 +268,7 @@ def _hold(model: Decoder, quantisation: Quantisation, device: torch.device, dtyp
     """
 
     def how(path: str) -> tuple[LinearMethod[Any, Any], Format[Any]]:
-        linear, names = model.get_submodule(path), ("lm_head",) if path in HEADS else _sources(model, path)
+        linear, names = model.get_submodule(path), ("lm_head",) if path in HEADS else sources(model, path)
         assert isinstance(linear, Linear)
         plain = (linear.exact or path.startswith("visual.")) and quantisation.at_load
         formats = [DENSE if plain else quantisation.of(name) for name in names]
@@ -354,7 +334,7 @@ def read_architecture(
         cls = architecture(hf)
         config = rope.settled(cls.read_config(hf), model_len)
         rope.check(config)
-        headless = not config.tie_embeddings and _headless(directory)
+        headless = not config.tie_embeddings and is_headless(directory)
         if not quantisation.at_load and quantisation.of("lm_head") != DENSE:
             config = replace(config, tie_embeddings=False)  # what is quantised is no embedding
         if headless:
@@ -364,7 +344,7 @@ def read_architecture(
     except MALFORMED as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'}: a value of a wrong kind ({reason})", "model") from None
-    _check_layers(directory, config.num_layers)
+    check_layers(directory, config.num_layers)
     experts = config.experts
     layout.check(
         Divisible(
@@ -406,7 +386,7 @@ def _has_draft_head(directory: Path, cls: type[Decoder], config: DecoderConfig, 
     layer = f"model.layers.{config.num_layers}."
     if not (cls.draft_weights and config.mtp_layers):
         reason = f"{cls.__name__} has none (num_nextn_predict_layers is {config.mtp_layers})"
-    elif not any(_full(tensor.name).startswith(layer) for tensor in stored(directory)):
+    elif not any(full_name(tensor.name).startswith(layer) for tensor in stored(directory)):
         reason = f"its weights, {layer}*, are not in the checkpoint"
     else:
         return True
@@ -424,229 +404,7 @@ def _stored_dtype(directory: Path) -> torch.dtype:
         first = first or tensor
     if first is None:
         raise ConfigError(f"{weight_files(directory)[0]}: holds no weights", "model")
-    raise _of_other_dtype(first, FLOATS)
-
-
-def _full(name: str) -> str:
-    """A weight's name, in whichever way the checkpoint was saved."""
-    for begins, instead in RENAMED:
-        if name.startswith(begins):
-            return instead + name[len(begins) :]
-    return f"model.{name}" if name.startswith(BARE) else name
-
-
-def _headless(directory: Path) -> bool:
-    """Whether it was saved without a head, as embedding models are whose config.json has one."""
-    names = [tensor.name for tensor in stored(directory)]
-    return not any(name.startswith("lm_head.") for name in names) and any(name.startswith(BARE) for name in names)
-
-
-def identity(directory: Path) -> str:
-    """Names a checkpoint by what is in it, not by where it lies: a digest of its configuration and of its weights.
-
-    Of the weights it reads every name, type and shape, and the first bytes of every tensor: checkpoints that were
-    trained from one another differ in them, and reading all would take as long as loading. Raises ConfigError as
-    `stored` does.
-    """
-    config = read_json(directory, "config.json")
-    digest = blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16, person=b"penstock.model")
-    for path in weight_files(directory):
-        try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(size, MOST_HEADER)))
-                digest.update(json.dumps(header, sort_keys=True).encode())
-                for name, tensor in sorted(header.items()):
-                    if name != "__metadata__":
-                        start, end = tensor["data_offsets"]
-                        file.seek(8 + size + start)
-                        digest.update(file.read(min(IDENTITY_BYTES, end - start)))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: not found", "model") from None
-        except (OSError, *MALFORMED) as error:
-            raise ConfigError(f"{path}: corrupt or truncated ({error})", "model") from None
-    return digest.hexdigest()
-
-
-def cache_key(directory: Path, dtype: torch.dtype, shard: Shard = WHOLE, form: str = "") -> str:
-    """Names packed weights by everything that they are made from. Raises ConfigError as `identity` does.
-
-    Args:
-        form: as of `held`.
-    """
-    digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.packed")
-    digest.update(f"{dtype} {form} {shard.name} with bounded logits".encode())
-    digest.update(file_times(directory).encode())
-    return digest.hexdigest()
-
-
-def file_times(directory: Path) -> str:
-    """Of a checkpoint's weights, and their sizes, for what outlives an engine. The ctime of a file cannot be forged, so
-    changes that `identity` does not read are detected even with the former mtime. Raises ConfigError."""
-    stats = []
-    for path in weight_files(directory):
-        try:
-            stats.append(path.stat())
-        except OSError:
-            raise not_found(directory, path) from None
-    return "".join(f" {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for stat in stats)
-
-
-def image_key(directory: Path, dtype: torch.dtype, form: str, shard: Shard = WHOLE) -> str:
-    """Names weights as they lie in memory, on any host. Raises ConfigError as `identity` does.
-
-    Args:
-        form: as of `held`.
-    """
-    digest = blake2b(identity(directory).encode(), digest_size=16, person=b"penstock.image")
-    digest.update(f"{dtype} {form} {shard.name}".encode())
-    return digest.hexdigest()
-
-
-def _check_layers(directory: Path, num_layers: int) -> None:
-    """Checked before a model is made, which takes long for many layers. Raises ConfigError."""
-    found = {int(match[1]) for tensor in stored(directory) if (match := LAYER.match(_full(tensor.name)))}
-    if found and max(found) + 1 < num_layers:
-        raise ConfigError(
-            f"{directory / 'config.json'}: num_hidden_layers is {num_layers}, the weights have {max(found) + 1} layers",
-            "num_hidden_layers",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor of a checkpoint belongs.
-
-    Attributes:
-        name: of what the part's `load` is given.
-        number: of the projection in a part that has several; None is all of the part.
-    """
-
-    part: Part
-    name: str
-    number: int | None
-    expected: Expected
-
-    @property
-    def waits(self) -> bool:
-        """Whether no other tensor needs it to be there."""
-        return not isinstance(self.part, Linear) or self.name in ("bias", self.part.format.main)
-
-    def load(self, tensor: Tensor, first: int = 0) -> None:
-        """Take rows of it, from `first` on. Raises ValueError as the part's `load` does."""
-        self.part.load(self.name, tensor, self.number, first)
-
-
-def _sources(model: Decoder, path: str) -> tuple[str, ...]:
-    """What a checkpoint calls the projections of a part."""
-    part, tower = model.get_submodule(path), TOWER.match(path)
-    if (block := LAYER.match(path)) is not None:
-        layer, names = block[0], model.weights[path[block.end() :]]
-    elif tower is not None:
-        layer, names = tower[0], model.tower_weights[path[tower.end() :]]
-    elif path.startswith(DRAFT):
-        layer, inner = f"model.layers.{model.config.num_layers}.", path.removeprefix(DRAFT)
-        of_block = inner.startswith("block.")
-        names = model.weights[inner.removeprefix("block.")] if of_block else model.draft_weights[inner]
-    else:
-        return (path,)
-    if isinstance(part, ExpertLinear):
-        names = tuple(name.replace("*", str(i)) for i in range(part.count) for name in names)
-    return tuple(layer + name for name in names)
-
-
-def places(model: Decoder) -> dict[str, Place]:
-    """All tensors that a checkpoint has, by their names."""
-    found: dict[str, Place] = {}
-    for path, part in model.named_modules():
-        if not isinstance(part, Part):
-            continue
-        sources = _sources(model, path)
-        for i, source in enumerate(sources):
-            number = i if len(sources) > 1 else None
-            try:
-                tensors = part.tensors(number)
-            except ValueError as error:
-                raise ConfigError(f"{source}: {error}", "quantization_config") from None
-            for name, expected in tensors.items():
-                found[f"{source}.{name}"] = Place(part, name, number, expected)
-    return found
-
-
-def _check_weights(model: Decoder, directory: Path) -> list[Stored]:
-    """Check that every place has exactly one tensor, by the files' headers, before memory is taken. Raises ConfigError.
-
-    Args:
-        model: on "meta".
-
-    Returns:
-        What is to be loaded, in the order of the files, but what others wait for first.
-    """
-    wanted, found, seen = places(model), [], set[str]()
-    missing = {name for name, place in wanted.items() if place.expected.needed}
-    for tensor in stored(directory):
-        path, shape, name = tensor.path, list(tensor.shape), _full(tensor.name)
-        if (
-            name.endswith(IGNORED)
-            or name.startswith(UNSEEN)
-            or _is_elsewhere(name, model)
-            or _is_left_out(name, model.config)
-        ):
-            continue
-        if name == HEAD and model.lm_head is None:
-            expected = model.head.tensors()["weight"]
-        elif name not in wanted:
-            raise ConfigError(f"{path}: {name!r} is not part of {type(model).__name__}", "model")
-        elif name in seen:
-            raise ConfigError(f"{path}: {name!r} stands there twice", "model")
-        else:
-            expected = wanted[name].expected
-        if expected.shape is None:
-            continue
-        one = math.prod(shape) == 1 == math.prod(expected.shape)
-        if shape != list(expected.shape) and not one:
-            raise ConfigError(f"{path}: {name!r} is {shape}, config.json makes it {list(expected.shape)}", "model")
-        _check_dtype(tensor, expected.dtypes)
-        seen.add(name)
-        found.append(tensor)
-    missing -= seen
-    if missing:
-        name = min(missing)
-        files = {_full(given): file for given, file in indexed(directory).items()}
-        where = f", which {INDEX} has in {files[name]}" if name in files else ""
-        raise ConfigError(f"{directory}: {len(missing)} weights are missing, the first is {name!r}{where}", "model")
-    return sorted(found, key=lambda tensor: (place := wanted.get(_full(tensor.name))) is None or place.waits)
-
-
-def _is_elsewhere(name: str, model: Decoder) -> bool:
-    """Whether another stage has that weight, and checks it."""
-    shard, stack = model.shard, model.model
-    if (block := LAYER.match(name)) is not None:
-        count = model.config.kept_layers
-        return (number := int(block[1])) < count and number not in shard.layers(count)
-    if name.startswith("visual."):
-        return model.config.vision is not None and model.visual is None
-    if name.startswith("model.embed_tokens."):
-        return stack.embed_tokens is None
-    return not shard.is_last and name.startswith(("model.norm.", "lm_head."))
-
-
-def _is_left_out(name: str, config: DecoderConfig) -> bool:
-    """Whether a weight is of a layer that predicts further tokens and is not loaded, or is there once more."""
-    layer = LAYER.match(name)
-    if layer is None or not config.num_layers <= int(layer[1]) < config.num_layers + config.mtp_layers:
-        return False
-    return int(layer[1]) >= config.kept_layers or name[layer.end() :] in SHARED
-
-
-def _check_dtype(tensor: Stored, dtypes: Sequence[str] = FLOATS) -> None:
-    if tensor.dtype not in dtypes:
-        raise _of_other_dtype(tensor, dtypes)
-
-
-def _of_other_dtype(tensor: Stored, dtypes: Sequence[str]) -> ConfigError:
-    allowed = ", ".join(dtypes)
-    return ConfigError(f"{tensor.path}: {tensor.name!r} is of dtype {tensor.dtype}, expected is {allowed}", "model")
+    raise of_other_dtype(first, FLOATS)
 
 
 def fill(
@@ -675,7 +433,7 @@ def fill(
     load_format, loading = pieces(tensors, load_format, device, ranks)
     with closing(loading):
         for piece in loading:
-            name = _full(piece.stored.name)
+            name = full_name(piece.stored.name)
             if name == HEAD and model is not None and name not in wanted:
                 head = _untied(model, arena)
                 wanted = places(model)
@@ -700,11 +458,6 @@ def fill(
         log.info("%.2f GiB of weights in %.1f s (%.2f GiB/s), %s", size, took, size / took, load_format)
 
 
-def stored_by_name(directory: Path) -> dict[str, Stored]:
-    """Every tensor. Raises ConfigError as `stored`."""
-    return {_full(tensor.name): tensor for tensor in stored(directory)}
-
-
 def load_expert(
     directory: Path, model: Decoder, layer: int, expert: int, found: Mapping[str, Stored]
 ) -> tuple[Weight, Weight]:
@@ -721,18 +474,18 @@ def load_expert(
         linear = model.get_submodule(f"{path}.{name}")
         assert isinstance(linear, ExpertLinear)
         one = linear.alone(expert)
-        sources = _sources(model, f"{path}.{name}")
-        each = len(sources) // linear.count
+        theirs = sources(model, f"{path}.{name}")
+        each = len(theirs) // linear.count
         wanted = {}
         for i in range(expert * each, (expert + 1) * each):
-            for key, expected in one.tensors(i if len(sources) > 1 else None).items():
-                if expected.needed or f"{sources[i]}.{key}" in found:
-                    wanted[f"{sources[i]}.{key}"] = Place(one, key, i, expected)
+            for key, expected in one.tensors(i if len(theirs) > 1 else None).items():
+                if expected.needed or f"{theirs[i]}.{key}" in found:
+                    wanted[f"{theirs[i]}.{key}"] = Place(one, key, i, expected)
         if gone := wanted.keys() - found.keys():
             raise ConfigError(f"{directory}: 1 weights are missing, the first is {min(gone)!r}", "model")
         tensors = [found[source] for source, place in wanted.items() if place.expected.shape is not None]
-        for piece in mapped(sorted(tensors, key=lambda tensor: wanted[_full(tensor.name)].waits)):
-            wanted[_full(piece.stored.name)].load(piece.tensor, piece.first)
+        for piece in mapped(sorted(tensors, key=lambda tensor: wanted[full_name(tensor.name)].waits)):
+            wanted[full_name(piece.stored.name)].load(piece.tensor, piece.first)
         weights.append(one.own(0))
     gate_up, down = weights
     return gate_up, down

@@ -17,7 +17,8 @@ from penstock.core.layout import windows_of
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.cache import make_layout
 from penstock.engine.memory import size_cache
-from penstock.nn.loader import identity, load_model
+from penstock.nn.identity import identity
+from penstock.nn.loader import load_model
 from penstock.nn.native import missing
 from penstock.service.checkpoint import find_checkpoint
 from tests.helpers.checkpoints import write_checkpoint

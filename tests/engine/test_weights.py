@@ -23,8 +23,9 @@ from penstock.engine import worker
 from penstock.engine.build import EngineOptions, build_engine
 from penstock.engine.weights import Neighbours, Source, WeightManager, passed
 from penstock.nn import native
+from penstock.nn.identity import image_key
 from penstock.nn.image import parts
-from penstock.nn.loader import held, image_key, load
+from penstock.nn.loader import held, load
 from penstock.nn.methods import METHODS
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.weight_cache import WeightCache

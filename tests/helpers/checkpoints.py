@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.nn.loader import identity
+from penstock.nn.identity import identity
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -15,8 +15,9 @@ from penstock.nn.config import DecoderConfig, ExpertsConfig, RopeConfig, Routing
 from penstock.nn.experts import CORRECTION, MixtureOfExperts, Spare
 from penstock.nn.formats import AT_LOAD
 from penstock.nn.linear import WHOLE, Linear, Shard
-from penstock.nn.loader import load_expert, load_model, stored_by_name
+from penstock.nn.loader import load_expert, load_model
 from penstock.nn.methods import method_for
+from penstock.nn.places import stored_by_name
 from penstock.nn.ranks import SharedMemoryRanks
 from tests.helpers.checkpoints import write_checkpoint
 

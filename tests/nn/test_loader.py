@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError
-from penstock.nn.loader import INDEX, load_model
+from penstock.nn.checkpoint import INDEX
+from penstock.nn.loader import load_model
 from penstock.nn.models import MODELS
 from penstock.service.checkpoint import DEMO
 from tests.helpers.checkpoints import write_checkpoint

@@ -18,8 +18,9 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError
 from penstock.engine import build, worker
 from penstock.nn import native, weight_cache
+from penstock.nn.identity import cache_key
 from penstock.nn.linear import WHOLE
-from penstock.nn.loader import cache_key, held, load_model
+from penstock.nn.loader import held, load_model
 from penstock.nn.methods import PACKED
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.weight_cache import WeightCache
