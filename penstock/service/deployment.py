@@ -63,7 +63,7 @@ class Group:
     def weights_pair(self) -> str:
         """The way by which they come through torch.distributed, the only one of GPUs; "" without it."""
         pair = WEIGHTS_PAIRS.get(kind_of(self.device), "")
-        return pair if self.options["peer_weights"] == pair else ""
+        return pair if pair and self.options["peer_weights"] == pair else ""
 
     @property
     def needs(self) -> dict[str, float]:
