@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.device import ModelShape
+from penstock.core.device import ModelShape, TowerShape
 from penstock.core.errors import ConfigError, RankFailed
 from penstock.core.layout import KV_DTYPES, KVLayout, windows_of
 from penstock.core.parallel import DATA, EXPERTS, PIPELINE, TENSOR
@@ -32,6 +32,7 @@ from penstock.kv.pool import BlockPool, Published
 from penstock.kv.shared_tier import SharedTier
 from penstock.kv.tier import Tier
 from penstock.nn import native
+from penstock.nn.config import VisionConfig
 from penstock.nn.linear import WHOLE, Linear
 from penstock.nn.models.decoder import Decoder
 from penstock.obs.progress import Report
@@ -241,7 +242,7 @@ def _build(
     finds, media = (encode_budget, options.media_cache_memory) if model.visual is not None else (None, 0)
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds, media, looks)
     memory = worker if others is None else others.memory(worker)
-    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
+    return Built(engine, worker, layout, shape_of(model).storing(options.kv_cache_dtype), pool, memory, store)
 
 
 def encodes_beside(options: EngineOptions, model: Decoder) -> bool:
@@ -371,7 +372,8 @@ def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool, *, win
     return blocks
 
 
-def _shape(model: Decoder) -> ModelShape:
+def shape_of(model: Decoder) -> ModelShape:
+    """From which its steps are predicted."""
     config = model.config
     shape = ModelShape(
         layers=config.num_layers,
@@ -384,6 +386,7 @@ def _shape(model: Decoder) -> ModelShape:
         tied=config.tie_embeddings,
         bytes_per_value=model.dtype.itemsize,
         windows=config.windows,
+        vision=None if config.vision is None else _tower(config.vision, config.hidden_size, model.dtype.itemsize),
     )
     if not model.quantised:
         return shape
@@ -394,3 +397,21 @@ def _shape(model: Decoder) -> ModelShape:
         return shape
     head = model.head.weight_bytes / model.head.weight.shape[0] / shape.hidden
     return replace(shape, head_bits=8 * head)
+
+
+def _tower(config: VisionConfig, width: int, itemsize: int) -> TowerShape:
+    """A tower whose MLPs have no gate counts as one with gates and as many weights; one that sees tiles has windows of
+    their size."""
+    tiling, side = config.tiling, config.merge * config.window
+    whole = config.num_layers if not side else len(config.whole_layers)
+    return TowerShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size if tiling is None else config.intermediate_size * 2 // 3,
+        patch_values=3 * config.frames * config.patch_size**2,
+        merge=config.merge,
+        window=side * side if tiling is None else tiling.per_tile,
+        full_layers=whole if tiling is None else 0,
+        width=width,
+        bytes_per_value=itemsize,
+    )

@@ -536,6 +536,8 @@ class Master:
             decision = msgspec.structs.replace(decision, decode=None, costs=costs)
         if place.images and self.images.route == "EPD":
             decision = msgspec.structs.replace(decision, decode=None, open=False)
+        if place.images and self._policies.media is not None and (why := self._policies.media.why):
+            decision = msgspec.structs.replace(decision, reason=_told(decision.reason, why))
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
         source = None
         if place.keys:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from penstock.core.wire.engine import MediaRoute
 from penstock.sched.cluster import (
     DISPATCH,
     HFX,
@@ -24,6 +25,7 @@ from penstock.sched.cluster.balance import Balance, Together
 from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.conversion import Conversions
 from penstock.sched.cluster.elastic_roles import ElasticRoles
+from penstock.sched.cluster.epd_profiler import EPDProfiler
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.pull import Pull
@@ -61,6 +63,7 @@ class Circumstances:
         cooldown_out, cooldown_in: seconds from one growth to the next, and from any change to a cut; likewise.
         priorities: bounds of the targets that a priority implies; none: priorities imply no targets.
         live_roles: whether roles change also under policies that leave them as they are.
+        media_route: which stages of requests with images are together at first.
     """
 
     interval: float | None = None
@@ -68,6 +71,7 @@ class Circumstances:
     cooldown_in: float | None = None
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     live_roles: bool = False
+    media_route: MediaRoute | None = None
 
     def mapping(self) -> PriorityMapping | None:
         return PriorityMapping(self.priorities) if self.priorities else None
@@ -129,6 +133,17 @@ def _hfx(at: Circumstances) -> Policies:
     return Policies(dispatch=hfx, migration=hfx, balance=at.conversions(), roles=at.roles(), priorities=at.mapping())
 
 
+def _epd(at: Circumstances) -> Policies:
+    profiler = EPDProfiler(at.media_route)
+    return Policies(
+        dispatch=DISPATCH["least-loaded"](),
+        balance=Conversions(),
+        roles=profiler,
+        priorities=at.mapping(),
+        media=profiler,
+    )
+
+
 def _unified(at: Circumstances) -> Policies:
     unified = Unified()
     return Policies(
@@ -151,6 +166,7 @@ BUNDLES = {
     "hfx": _HFX,
     "hfx_scaling": scaled(_HFX, HFXScaling),
     "rtp_llm": dispatched(DISPATCH["rtp_llm"]),
+    "epd": Bundle(make=_epd, moves=True),
     "unified": _UNIFIED,
     "unified_scaling": scaled(_UNIFIED, UnifiedScaling),
 }

@@ -3,13 +3,26 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
-from penstock.sched.cluster.epd_profiler import EVERY, FEWEST, PACE, EPDProfiler, layout_of, moves, search
+from penstock.sched.cluster.epd_profiler import (
+    EVERY,
+    FEWEST,
+    LINK,
+    PACE,
+    EPDProfiler,
+    layout_of,
+    machine_of,
+    moves,
+    search,
+)
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
 from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
 
 TIMES = StepTime(DEVICES["ascend-910b"], GEOMETRIES["qwen2.5-vl-7b"])
+BLIND = StepTime(DEVICES["ascend-910b"], GEOMETRIES["qwen2-7b"])
 TARGETS = Targets(ttft=1.0, tpot=0.05)
 MACHINE = Machine(times=TIMES, token_budget=1024, encode_budget=1300)
 
@@ -107,7 +120,7 @@ def test_the_search_finds_what_trying_all_finds(count, images, output):
 
 def instances(**roles: int) -> list[InstanceLoad]:
     return [
-        InstanceLoad(name=f"{role}-{i}", role=role, times=TIMES, requests=i)
+        InstanceLoad(name=f"{role}-{i}", role=role, times=TIMES, requests=i, token_budget=TIGHT.token_budget)
         for role, count in roles.items()
         for i in range(count)
     ]
@@ -127,41 +140,88 @@ def test_the_fewest_moves_make_a_layout():
     assert layout_of(view(any=3, decode=1), None) is None
 
 
-def tell(profiler: EPDProfiler, request: MediaRequest) -> None:
+def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets | None = NARROW) -> None:
     demand = Demand(key=("f", "r"), prompt_tokens=request.prompt, max_tokens=request.output)
+    if targets is not None:
+        demand = structs.replace(demand, ttft=targets.ttft, tpot=targets.tpot)
     profiler.observe(request.at, demand, request.images, request.seen)
 
 
-def thought(profiler: EPDProfiler, **roles: int):
+def thought(profiler: EPDProfiler, now: float = 1.0, **roles: int):
     """What it comes to, and how often it was asked."""
+    before = profiler.found
     for asked in range(100_000):
-        if (made := profiler.decide(view(now=1.0, **roles))) or profiler.found:
+        if (made := profiler.decide(view(now=now, **roles))) or profiler.found is not before:
             return made, asked
     raise AssertionError("it thinks for ever")
 
 
 def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
-    profiler = EPDProfiler(TIGHT, NARROW, gain=0.05)
+    profiler = EPDProfiler(gain=0.05)
     for request in traffic(2, output=200):
         tell(profiler, request)
-    made, asked = thought(profiler, any=4)
+    made, asked = thought(profiler, prefill=1, decode=3)
     assert asked > 10, f"it is done after {asked} questions, each of {PACE} rounds"
-    assert profiler.route == profiler.found.layout.route != "EPD"
-    assert len(made) == 4, "all were of any role"
-    assert not profiler.decide(view(now=1.0 + EVERY / 2, any=4)), "it rests"
+    assert profiler.route == profiler.found.layout.route == "EP+D"
+    assert [move.role for move in made] == ["prefill"] * 2
+    assert made[0].reason == f"epd: {profiler.why}"
+    assert f"{profiler.found.layout.title} carries " in profiler.why
+    assert ", EP+D 1:3 " in profiler.why
+    assert not profiler.decide(view(now=1.0 + EVERY / 2, prefill=3, decode=1)), "it rests"
 
 
 @pytest.mark.parametrize(("images", "count"), [(0, FEWEST), (1, FEWEST - 1)])
 def test_without_images_or_with_few_requests_it_says_nothing(images, count):
-    profiler = EPDProfiler(MACHINE, TARGETS)
+    profiler = EPDProfiler()
     for request in traffic(images, count=count):
         tell(profiler, request)
     assert not profiler.decide(view(any=4))
-    assert (profiler._search, profiler.choose(view(any=4))) == (None, None)
+    assert (profiler._search, profiler.choose(view(any=4)), profiler.why) == (None, None, "")
+
+
+def test_without_targets_or_a_known_tower_it_says_nothing():
+    text = structs.replace(view(any=2), instances=[structs.replace(i, times=BLIND) for i in instances(any=2)])
+    for targets, seen in ((None, view(any=2)), (NARROW, text)):
+        profiler = EPDProfiler("EP+D")
+        for request in traffic():
+            tell(profiler, request, targets)
+        assert not profiler.decide(seen)
+        assert (profiler._search, profiler.choose(seen)) == (None, "EP+D")
+
+
+def test_a_machine_is_what_instances_say_of_themselves():
+    plain = machine_of(view(any=2), 650)
+    assert (plain.times, plain.token_budget, plain.link) == (TIMES, TIGHT.token_budget, LINK)
+    assert plain.limit_ms == TIMES.step_ms([(TIGHT.token_budget, 0)])
+    assert TIMES.encode_ms([650] * (plain.encode_budget // 650)) <= plain.limit_ms
+    slow, fast = (structs.replace(i, encode_ms=0.2 * (1 + i.requests), fetch_ms=2.0) for i in instances(any=2))
+    measured = machine_of(structs.replace(view(any=2), instances=[slow, fast]), 650)
+    assert measured.times.encode_ms([650]) == pytest.approx(0.3 * 650), "the median of what was measured"
+    assert measured.link == pytest.approx(BLOCK_TOKENS * TIMES.shape.kv_bytes_per_token / 2e-3)
+    assert machine_of(structs.replace(view(), instances=[structs.replace(slow, times=BLIND)]), 650) is None
+
+
+@pytest.mark.slow
+def test_another_mix_makes_it_change_its_mind():
+    """Images that take most of the time have instances of their own, or go with prompts; without any they are given
+    back."""
+    profiler = EPDProfiler(gain=0.05)
+    for request in traffic(2, output=200):
+        tell(profiler, request)
+    thought(profiler, prefill=1, decode=3)
+    before = profiler.found.layout
+    for request in traffic(0, output=400, count=400):
+        tell(profiler, request)
+    roles = {"prefill": before.prefill, "decode": before.decode}
+    assert not profiler.decide(view(now=2 * EVERY, **roles)), "text alone is not worth a search"
+    assert profiler._search is None
+    made, _ = thought(profiler, 2 * EVERY, prefill=1, decode=2, encoders=1)
+    assert made
+    assert profiler.found.layout.encode == 0
 
 
 def test_it_leaves_what_is_nearly_as_good():
-    profiler = EPDProfiler(MACHINE, TARGETS, gain=10.0)
+    profiler = EPDProfiler(gain=10.0)
     for request in traffic(2):
         tell(profiler, request)
     made, _ = thought(profiler, any=2)

@@ -402,7 +402,13 @@ class MigrationPolicy(Protocol):
 
 class MediaPolicy(Protocol):
     """Decides which stages of requests with images are together. Asked on every tick of the master; what it answers is
-    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well."""
+    for requests that are placed from then on. One that moves instances between roles is a `RolePolicy` as well.
+
+    Attributes:
+        why: it answers what it does, for those who ask; "" where there is nothing to say.
+    """
+
+    why: str
 
     def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
         """An online request has come, with images or without.

@@ -3,16 +3,20 @@
 The search looks for the layout that carries most traffic within its targets: a bisection on the rate, over every
 route and split, each judged by a small model of the stages (`sched.cluster.media_stages`). A layout is dropped when
 its roles' work alone says that it cannot beat the best so far, or when it fails at a rate a little above that. The
-profiler repeats it on the latest traffic, and applies what it finds when that is worth a change.
+profiler repeats it on the latest traffic, with what instances say of themselves, and applies what it finds when that is
+worth a change.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import MediaRoute, Role
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Move
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
@@ -25,6 +29,8 @@ GAIN = 0.1  # by which another layout has to carry more, to be worth a change
 IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
 LONGEST = 256  # tokens that outputs are taken for, before any has ended
 PACE = 16  # rounds of the model in one decision; each is some tens of events
+LINK = 1e9  # bytes per second between instances, as long as nobody has measured it
+MOST_IMAGES = 64  # in a step
 
 
 class Profile(NamedTuple):
@@ -81,31 +87,38 @@ class EPDProfiler:
     """A `MediaPolicy` and a `RolePolicy` in one: it thinks a little whenever it is asked, and applies what it has found
     by moves of instances and the route of what comes next.
 
+    All instances are taken to be alike, and all requests to have the targets of the one in the middle; without targets,
+    or a model of what a tower takes, it says nothing.
+
     Args:
-        machine: what every instance is.
-        targets: of all requests.
+        route: as it is at first.
+        every: seconds from the end of one search to the next.
+        gain: by which another layout has to carry more, to be worth a change.
 
     Attributes:
-        route: of requests with images; None until something was found.
+        route: of requests with images; None is as roles are.
+        why: it is so; "" as long as nothing was applied.
         found: the last profile.
     """
 
     name = "epd"
     dynamic = True
 
-    def __init__(self, machine: Machine, targets: Targets, *, every: float = EVERY, gain: float = GAIN) -> None:
-        self._machine, self._targets = machine, targets
+    def __init__(self, route: MediaRoute | None = None, *, every: float = EVERY, gain: float = GAIN) -> None:
         self._every, self._gain = every, gain
         self._traffic: deque[MediaRequest] = deque(maxlen=WINDOW)
+        self._targets: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of the same
         self._search: Generator[None, None, Profile] | None = None
         self._next = -inf
         self._now: Layout | None = None
-        self.route: MediaRoute | None = None
+        self.route = route
+        self.why = ""
         self.found: Profile | None = None
 
     def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
         text = max(1, demand.prompt_tokens - sum(images) - seen)
         self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
+        self._targets.append((demand.ttft, demand.tpot))
 
     def choose(self, view: ClusterView) -> MediaRoute | None:
         return self.route
@@ -113,14 +126,12 @@ class EPDProfiler:
     def decide(self, view: ClusterView) -> Sequence[Move]:
         """Think on; where that has come to an end and another layout is worth it, the moves that make it."""
         if self._search is None:
-            if view.now < self._next or not self._worth_it():
+            if view.now < self._next or not self._worth_it(view):
                 return ()
-            self._now = layout_of(view, self.route)
-            start = self._traffic[0].at
-            most = round(view.rates.output_tokens) or LONGEST  # nobody knows how long outputs will be
-            traffic = [r._replace(at=r.at - start, output=min(r.output, most)) for r in self._traffic]
-            candidates = layouts(len(view.instances) + len(view.encoders))
-            self._search = search(self._machine, traffic, self._targets, candidates, self._now)
+            self._next = view.now + self._every
+            self._search = self._begin(view)
+            if self._search is None:
+                return ()
         for _ in range(PACE):
             try:
                 next(self._search)
@@ -129,17 +140,65 @@ class EPDProfiler:
                 return self._apply(view, ended.value)
         return ()
 
-    def _worth_it(self) -> bool:
+    def _worth_it(self, view: ClusterView) -> bool:
+        """Whether requests have images, or instances are kept for those that had."""
         images = sum(len(r.images) for r in self._traffic)
-        return len(self._traffic) >= FEWEST and images >= IMAGES * len(self._traffic)
+        return len(self._traffic) >= FEWEST and (bool(view.encoders) or images >= IMAGES * len(self._traffic))
+
+    def _begin(self, view: ClusterView) -> Generator[None, None, Profile] | None:
+        """A search among what there could be; None where nothing can be said."""
+        ttft, tpot = (median_low(each) for each in zip(*self._targets, strict=True))
+        images = [tokens for r in self._traffic for tokens in r.images]
+        machine = machine_of(view, round(fmean(images)) if images else 0)
+        if machine is None or min(ttft, tpot) == inf:
+            return None
+        self._now = layout_of(view, self.route)
+        start = self._traffic[0].at
+        most = round(view.rates.output_tokens) or LONGEST  # nobody knows how long outputs will be
+        traffic = [r._replace(at=r.at - start, output=min(r.output, most)) for r in self._traffic]
+        candidates = layouts(len(view.instances) + len(view.encoders))
+        return search(machine, traffic, Targets(ttft, tpot), candidates, self._now)
 
     def _apply(self, view: ClusterView, found: Profile) -> Sequence[Move]:
         self.found = found
         had = found.tried.get(self._now, 0.0) if self._now is not None else 0.0
         if found.layout == self._now or found.factor < had * (1 + self._gain):
             return ()
+        if sum(found.layout[1:]) != len(view.instances) + len(view.encoders):
+            return ()  # some have come or gone meanwhile
         self.route = found.layout.route
-        return moves(view, found.layout)
+        than = f", {self._now.title} {had:.2f}" if self._now is not None else ""
+        self.why = f"{found.layout.title} carries {found.factor:.2f} of the latest traffic{than}"
+        return moves(view, found.layout, self.why)
+
+
+def machine_of(view: ClusterView, image: int) -> Machine | None:
+    """What an instance is, by the one in the middle of those that say what they are; None where none says that of its
+    tower.
+
+    Args:
+        image: tokens of a typical image; 0 where there are none.
+    """
+    able = [load for load in (*view.instances, *view.encoders) if load.times.shape.vision is not None]
+    if not able:
+        return None
+    load = sorted(able, key=lambda load: (load.times.step_ms([(load.token_budget, 0)]), load.name))[len(able) // 2]
+    times = load.times
+    measured = [each.encode_ms for each in able if each.encode_ms is not None]
+    if measured and image:
+        factor = times.factors.get("encode", 1.0) * median(measured) * image / times.encode_ms([image])
+        times = replace(times, factors={**times.factors, "encode": factor})
+    limit = times.step_ms([(load.token_budget, 0)])  # a step has as many tokens as are within its limit
+    fetched = [each.fetch_ms for each in able if each.fetch_ms]
+    block = BLOCK_TOKENS * times.shape.kv_bytes_per_token
+    return Machine(
+        times=times,
+        token_budget=load.token_budget,
+        encode_budget=image * times.largest_encode(limit, image, MOST_IMAGES) if image else 0,
+        max_sequences=load.max_sequences,
+        limit_ms=limit,
+        link=block / (median(fetched) / 1e3) if fetched else LINK,
+    )
 
 
 def layout_of(view: ClusterView, route: MediaRoute | None) -> Layout | None:
@@ -153,7 +212,7 @@ def layout_of(view: ClusterView, route: MediaRoute | None) -> Layout | None:
     return Layout(route, counts["encode"], counts["prefill"], counts["decode"])
 
 
-def moves(view: ClusterView, layout: Layout) -> list[Move]:
+def moves(view: ClusterView, layout: Layout, reason: str = "") -> list[Move]:
     """The fewest that make a layout of what there is; those with least to do move first."""
     instances: list[InstanceLoad] = sorted(
         (*view.instances, *view.encoders), key=lambda i: (i.requests, i.held_tokens, i.name)
@@ -172,6 +231,6 @@ def moves(view: ClusterView, layout: Layout) -> list[Move]:
             left.append(instance)
     lacking = [role for role, count in wanted.items() for _ in range(count)]
     return [
-        Move(name=instance.name, role=role, reason=f"epd: {layout.title}")
+        Move(name=instance.name, role=role, reason=f"epd: {reason or layout.title}")
         for instance, role in zip(reversed(left), lacking, strict=False)
     ]
