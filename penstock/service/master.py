@@ -740,6 +740,8 @@ class Master:
             self.index.unexpect(over.prefiller.name, over.place.keys)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
+            if self._policies.media is not None:
+                self._policies.media.ended(outcome.tokens)
             if self._policies.priorities is not None:
                 tpot = None if outcome.tpot_ms is None else outcome.tpot_ms / 1e3
                 self._policies.priorities.observe(

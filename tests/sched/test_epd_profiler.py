@@ -145,6 +145,7 @@ def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets | None =
     if targets is not None:
         demand = structs.replace(demand, ttft=targets.ttft, tpot=targets.tpot)
     profiler.observe(request.at, demand, request.images, request.seen)
+    profiler.ended(request.output)
 
 
 def thought(profiler: EPDProfiler, now: float = 1.0, **roles: int):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.core.wire.engine import CacheDelta, Failed
-from penstock.core.wire.master import Begun, Ended, Place, PlacedImage
+from penstock.core.wire.master import Begun, Ended, Outcome, Place, PlacedImage
 from penstock.kv.embeddings import EMBEDDINGS
 from penstock.sched.cluster import InstanceLoad
 from tests.helpers.scripted import LAYOUT
@@ -141,10 +141,13 @@ def test_policies_see_who_encodes_apart():
 
 def test_a_policy_changes_the_route_of_what_comes_next():
     class Choosing:
-        route, came = None, []
+        route, came, why = None, [], ""
 
         def observe(self, now, demand, images, seen):
             self.came.append((demand.key[1], images, seen))
+
+        def ended(self, tokens):
+            self.came.append(tokens)
 
         def choose(self, view):
             return self.route
@@ -154,12 +157,16 @@ def test_a_policy_changes_the_route_of_what_comes_next():
     cluster.master._policies = replace(cluster.master._policies, media=media)
     first = cluster.ask(RED)
     assert looks(first) == [("e0", True)]
-    media.route = "ED+P"
+    media.route, media.why = "ED+P", "ED+P carries more"
     cluster.tick()
-    assert looks(cluster.ask(RED, BLUE)) == [("e0", False), ("d0", True)], "what is seen already is not seen again"
+    told = cluster.ask(RED, BLUE)
+    assert "ED+P carries more" in told.reason
+    assert looks(told) == [("e0", False), ("d0", True)], "what is seen already is not seen again"
     assert looks(cluster.ask(PlacedImage(b"green", 10))) == [("d0", True)]
     assert cluster.master.overview(0.0).placed == 3, "what was placed before goes on"
     media.route = None
     cluster.tick()
     assert looks(cluster.ask(PlacedImage(b"grey", 10))) == [("e0", True)]
     assert media.came[:2] == [("r1", [300], 0), ("r2", [300], 300)]
+    cluster.frontend(Ended(["r1"], [Outcome("r1", 90.0, 5.0, 1.0, tokens=7)]))
+    assert media.came[-1] == 7

@@ -419,6 +419,10 @@ class MediaPolicy(Protocol):
         """
         ...
 
+    def ended(self, tokens: int) -> None:
+        """An online request has ended without an error, after so many."""
+        ...
+
     def choose(self, view: ClusterView) -> engine.MediaRoute | None:
         """None is "E+P+D" while there are instances of the role "encode", and otherwise "EP+D"."""
         ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from math import inf
 from statistics import fmean, median, median_low
 from typing import NamedTuple
@@ -24,10 +25,9 @@ from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, T
 STEP = 1.03  # from one rate to the next that is told apart
 EVERY = 30.0  # seconds from the end of one search to the next
 WINDOW = 400  # requests that are looked at
-FEWEST = 100  # with fewer, nothing is said
+FEWEST = 100  # with fewer, or with fewer that have ended, nothing is said
 GAIN = 0.1  # by which another layout has to carry more, to be worth a change
 IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
-LONGEST = 256  # tokens that outputs are taken for, before any has ended
 PACE = 16  # rounds of the model in one decision; each is some tens of events
 LINK = 1e9  # bytes per second between instances, as long as nobody has measured it
 MOST_IMAGES = 64  # in a step
@@ -108,6 +108,7 @@ class EPDProfiler:
         self._every, self._gain = every, gain
         self._traffic: deque[MediaRequest] = deque(maxlen=WINDOW)
         self._targets: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of the same
+        self._outputs: deque[int] = deque(maxlen=WINDOW)  # tokens of those that have ended
         self._search: Generator[None, None, Profile] | None = None
         self._next = -inf
         self._now: Layout | None = None
@@ -119,6 +120,9 @@ class EPDProfiler:
         text = max(1, demand.prompt_tokens - sum(images) - seen)
         self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
         self._targets.append((demand.ttft, demand.tpot))
+
+    def ended(self, tokens: int) -> None:
+        self._outputs.append(tokens)
 
     def choose(self, view: ClusterView) -> MediaRoute | None:
         return self.route
@@ -143,7 +147,8 @@ class EPDProfiler:
     def _worth_it(self, view: ClusterView) -> bool:
         """Whether requests have images, or instances are kept for those that had."""
         images = sum(len(r.images) for r in self._traffic)
-        return len(self._traffic) >= FEWEST and (bool(view.encoders) or images >= IMAGES * len(self._traffic))
+        known = min(len(self._traffic), len(self._outputs)) >= FEWEST
+        return known and (bool(view.encoders) or images >= IMAGES * len(self._traffic))
 
     def _begin(self, view: ClusterView) -> Generator[None, None, Profile] | None:
         """A search among what there could be; None where nothing can be said."""
@@ -154,8 +159,11 @@ class EPDProfiler:
             return None
         self._now = layout_of(view, self.route)
         start = self._traffic[0].at
-        most = round(view.rates.output_tokens) or LONGEST  # nobody knows how long outputs will be
-        traffic = [r._replace(at=r.at - start, output=min(r.output, most)) for r in self._traffic]
+        # nobody knows how long outputs will be: as those of others, for a mean would hide that a short one has no
+        # time to make up for one step that encodes
+        outputs = cycle(self._outputs)
+        pairs = zip(self._traffic, outputs, strict=False)
+        traffic = [r._replace(at=r.at - start, output=min(r.output, tokens)) for r, tokens in pairs]
         candidates = layouts(len(view.instances) + len(view.encoders))
         return search(machine, traffic, Targets(ttft, tpot), candidates, self._now)
 
