@@ -19,7 +19,7 @@ from penstock.sched.cluster.epd_profiler import (
     search,
 )
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
-from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sched.steptime import DEVICES, GEOMETRIES, GRAIN, StepTime
 
 TIMES = StepTime(DEVICES["ascend-910b"], GEOMETRIES["qwen2.5-vl-7b"])
 BLIND = StepTime(DEVICES["ascend-910b"], GEOMETRIES["qwen2-7b"])
@@ -163,8 +163,8 @@ def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
         tell(profiler, request)
     made, asked = thought(profiler, prefill=1, decode=3)
     assert asked > 10, f"it is done after {asked} questions, each of {PACE} rounds"
-    assert profiler.route == profiler.found.layout.route == "EP+D"
-    assert [move.role for move in made] == ["prefill"] * 2
+    assert profiler.route == profiler.found.layout.route
+    assert {move.role for move in made} <= {"any", "prefill"}, "most of the work is of prompts"
     assert made[0].reason == f"epd: {profiler.why}"
     assert f"{profiler.found.layout.title} carries " in profiler.why
     assert ", EP+D 1:3 " in profiler.why
@@ -193,7 +193,8 @@ def test_without_targets_or_a_known_tower_it_says_nothing():
 def test_a_machine_is_what_instances_say_of_themselves():
     plain = machine_of(view(any=2), 650)
     assert (plain.times, plain.token_budget, plain.link) == (TIMES, TIGHT.token_budget, LINK)
-    assert plain.limit_ms == TIMES.step_ms([(TIGHT.token_budget, 0)])
+    less, more = (TIMES.step_ms([(TIGHT.token_budget + tokens, 0)]) for tokens in (0, GRAIN))
+    assert less < plain.limit_ms < more, "budgets are in whole grains"
     assert TIMES.encode_ms([650] * (plain.encode_budget // 650)) <= plain.limit_ms
     slow, fast = (structs.replace(i, encode_ms=0.2 * (1 + i.requests), fetch_ms=2.0) for i in instances(any=2))
     measured = machine_of(structs.replace(view(any=2), instances=[slow, fast]), 650)

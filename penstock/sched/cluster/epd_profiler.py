@@ -21,6 +21,7 @@ from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import MediaRoute, Role
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Move
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
+from penstock.sched.steptime import GRAIN
 
 STEP = 1.03  # from one rate to the next that is told apart
 EVERY = 30.0  # seconds from the end of one search to the next
@@ -196,7 +197,8 @@ def machine_of(view: ClusterView, image: int) -> Machine | None:
     if measured and image:
         factor = times.factors.get("encode", 1.0) * median(measured) * image / times.encode_ms([image])
         times = replace(times, factors={**times.factors, "encode": factor})
-    limit = times.step_ms([(load.token_budget, 0)])  # a step has as many tokens as are within its limit
+    # a step has as many tokens as are within its limit, and in whole grains
+    limit = times.step_ms([(load.token_budget + GRAIN // 2, 0)])
     fetched = [each.fetch_ms for each in able if each.fetch_ms]
     block = BLOCK_TOKENS * times.shape.kv_bytes_per_token
     return Machine(

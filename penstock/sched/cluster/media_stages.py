@@ -108,12 +108,18 @@ class _Job:
 
 @dataclass(eq=False, slots=True)
 class _Station:
-    """An instance. `load`: seconds of work that it was given and has not done, for balance."""
+    """An instance.
+
+    Attributes:
+        joining: that decode here from the next step on; of `incoming`, what is still on its way is the rest.
+        load: seconds of work that it was given and has not done, for balance.
+    """
 
     name: int
     encodes: deque[_Job] = field(default_factory=deque)
     prompts: deque[_Job] = field(default_factory=deque)
     decodes: list[_Job] = field(default_factory=list)
+    joining: list[_Job] = field(default_factory=list)
     incoming: int = 0
     load: float = 0.0
     busy: bool = False
@@ -219,9 +225,7 @@ class _Run:
         if station is None:
             self._to_prefill(now, job)
             return
-        station.incoming -= 1
-        self._settle(now, station)
-        station.decodes.append(job)
+        station.joining.append(job)
         self._wake(now, station)
 
     def _end(self, now: float, job: _Job) -> None:
@@ -244,16 +248,10 @@ class _Run:
                 station.steps, station.turn = done, station.turn + 1
                 self._push(station.began + done * station.each, station, station.turn)
 
-    def _settle(self, now: float, station: _Station) -> None:
-        """Before something joins its decodes: those before have done what they have done."""
-        if station.busy and station.steps > 1:
-            done = int((now - station.began) / station.each)
-            for job in station.decodes:
-                job.done += done
-            station.began += done * station.each
-            station.steps -= done
-
     def _begin(self, now: float, station: _Station) -> None:
+        station.decodes += station.joining
+        station.incoming -= len(station.joining)
+        station.joining.clear()
         station.busy = bool(station.decodes or station.prompts or station.encodes)
         if not station.busy:
             return
