@@ -12,6 +12,7 @@ from penstock.sched.cluster.epd_profiler import (
     FEWEST,
     LINK,
     PACE,
+    WINDOW,
     EPDProfiler,
     layout_of,
     machine_of,
@@ -148,7 +149,7 @@ def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets | None =
     profiler.ended(request.output)
 
 
-def thought(profiler: EPDProfiler, now: float = 1.0, **roles: int):
+def thought(profiler: EPDProfiler, now: float = EVERY, **roles: int):
     """What it comes to, and how often it was asked."""
     before = profiler.found
     for asked in range(100_000):
@@ -161,6 +162,8 @@ def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
     profiler = EPDProfiler(gain=0.05)
     for request in traffic(2, output=200):
         tell(profiler, request)
+    assert not profiler.decide(view(now=0.9 * EVERY, prefill=1, decode=3))
+    assert profiler._search is None, "what is long has not ended yet"
     made, asked = thought(profiler, prefill=1, decode=3)
     assert asked > 10, f"it is done after {asked} questions, each of {PACE} rounds"
     assert profiler.route == profiler.found.layout.route
@@ -168,7 +171,8 @@ def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
     assert made[0].reason == f"epd: {profiler.why}"
     assert f"{profiler.found.layout.title} carries " in profiler.why
     assert ", EP+D 1:3 " in profiler.why
-    assert not profiler.decide(view(now=1.0 + EVERY / 2, prefill=3, decode=1)), "it rests"
+    assert not profiler.decide(view(now=1.5 * EVERY, prefill=3, decode=1)), "it rests"
+    assert profiler._search is None
 
 
 @pytest.mark.parametrize(("images", "count"), [(0, FEWEST), (1, FEWEST - 1)])
@@ -176,13 +180,13 @@ def test_without_images_or_with_few_requests_it_says_nothing(images, count):
     profiler = EPDProfiler()
     for request in traffic(images, count=count):
         tell(profiler, request)
-    assert not profiler.decide(view(any=4))
+    assert not profiler.decide(view(now=EVERY, any=4))
     assert (profiler._search, profiler.choose(view(any=4)), profiler.why) == (None, None, "")
 
 
 def test_without_targets_or_a_known_tower_it_says_nothing():
-    text = structs.replace(view(any=2), instances=[structs.replace(i, times=BLIND) for i in instances(any=2)])
-    for targets, seen in ((None, view(any=2)), (NARROW, text)):
+    text = structs.replace(view(EVERY, any=2), instances=[structs.replace(i, times=BLIND) for i in instances(any=2)])
+    for targets, seen in ((None, view(EVERY, any=2)), (NARROW, text)):
         profiler = EPDProfiler("EP+D")
         for request in traffic():
             tell(profiler, request, targets)
@@ -212,7 +216,7 @@ def test_another_mix_makes_it_change_its_mind():
         tell(profiler, request)
     thought(profiler, prefill=1, decode=3)
     before = profiler.found.layout
-    for request in traffic(0, output=400, count=400):
+    for request in traffic(0, output=400, count=WINDOW):
         tell(profiler, request)
     roles = {"prefill": before.prefill, "decode": before.decode}
     assert not profiler.decide(view(now=2 * EVERY, **roles)), "text alone is not worth a search"

@@ -158,13 +158,13 @@ def test_the_profiler_decides_roles_and_route_in_a_simulation():
     """Most instances decode, outputs are short, and images are many: what it finds is applied while requests run."""
     text = """
 workload:
-  synthetic: {requests: 600, rate: 20, prompt: 100, output: 8, images: 2}
+  synthetic: {requests: 1000, rate: 20, prompt: 100, output: 8, images: 2}
 slo: {ttft-ms: 2000, tpot-ms: 100}
 engine: {device: modelled:h100, geometry: qwen2.5-vl-7b, noise: 0.05}
 instances: [{role: prefill}, {role: decode, count: 3}]
 """
     result, cluster = run(read(text), "epd")
-    assert (result["failed"], result["requests"]) == (0, 600)
+    assert (result["failed"], result["requests"]) == (0, 1000)
     reasons = {change.reason for _, change in cluster.changes}
     assert reasons
     assert all(" of the latest traffic, EP+D 1:3 " in reason for reason in reasons)

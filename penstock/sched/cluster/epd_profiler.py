@@ -24,8 +24,8 @@ from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, T
 from penstock.sched.steptime import GRAIN
 
 STEP = 1.03  # from one rate to the next that is told apart
-EVERY = 30.0  # seconds from the end of one search to the next
-WINDOW = 400  # requests that are looked at
+EVERY = 30.0  # seconds from the end of one search to the next, and until the first: long outputs end late
+WINDOW = 1000  # requests that are looked at
 FEWEST = 100  # with fewer, or with fewer that have ended, nothing is said
 GAIN = 0.1  # by which another layout has to carry more, to be worth a change
 IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
@@ -93,7 +93,7 @@ class EPDProfiler:
 
     Args:
         route: as it is at first.
-        every: seconds from the end of one search to the next.
+        every: seconds until the first search, and from the end of one to the next.
         gain: by which another layout has to carry more, to be worth a change.
 
     Attributes:
@@ -111,13 +111,15 @@ class EPDProfiler:
         self._targets: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of the same
         self._outputs: deque[int] = deque(maxlen=WINDOW)  # tokens of those that have ended
         self._search: Generator[None, None, Profile] | None = None
-        self._next = -inf
+        self._next: float | None = None  # None before anything has come
         self._now: Layout | None = None
         self.route = route
         self.why = ""
         self.found: Profile | None = None
 
     def observe(self, now: float, demand: Demand, images: Sequence[int], seen: int) -> None:
+        if self._next is None:
+            self._next = now + self._every
         text = max(1, demand.prompt_tokens - sum(images) - seen)
         self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
         self._targets.append((demand.ttft, demand.tpot))
@@ -131,7 +133,7 @@ class EPDProfiler:
     def decide(self, view: ClusterView) -> Sequence[Move]:
         """Think on; where that has come to an end and another layout is worth it, the moves that make it."""
         if self._search is None:
-            if view.now < self._next or not self._worth_it(view):
+            if self._next is None or view.now < self._next or not self._worth_it(view):
                 return ()
             self._next = view.now + self._every
             self._search = self._begin(view)
