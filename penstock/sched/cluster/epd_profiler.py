@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
-from math import inf
+from math import inf, sqrt
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ WINDOW = 1000  # requests that are looked at
 FEWEST = 100  # with fewer, or with fewer that have ended, nothing is said
 GAIN = 0.1  # by which another layout has to carry more, to be worth a change
 IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
+SURE = 2.0  # standard deviations of the share that is kept, by which it has to be above its target: else it is luck
 PACE = 16  # rounds of the model in one decision; each is some tens of events
 LINK = 1e9  # bytes per second between instances, as long as nobody has measured it
 MOST_IMAGES = 64  # in a step
@@ -168,7 +169,10 @@ class EPDProfiler:
         pairs = zip(self._traffic, outputs, strict=False)
         traffic = [r._replace(at=r.at - start, output=min(r.output, tokens)) for r, tokens in pairs]
         candidates = layouts(len(view.instances) + len(view.encoders))
-        return search(machine, traffic, Targets(ttft, tpot), candidates, self._now)
+        targets = Targets(ttft, tpot)
+        spread = sqrt(targets.share * (1 - targets.share) / len(traffic))
+        targets = targets._replace(share=min(targets.share + SURE * spread, 1.0))
+        return search(machine, traffic, targets, candidates, self._now)
 
     def _apply(self, view: ClusterView, found: Profile) -> Sequence[Move]:
         self.found = found
