@@ -121,7 +121,9 @@ async def _decide(settings: dict[str, Any], registry: LocalRegistry, registers: 
     priorities = msgspec.convert(settings["priorities"], dict[int, Bounds], strict=False)
     scaling = dict(settings["scaling"] or {})
     pace = {name: scaling.pop(name, None) for name in ("interval", "cooldown_out", "cooldown_in")}
-    circumstances = Circumstances(**pace, priorities=priorities, live_roles=settings["live_roles"])
+    circumstances = Circumstances(
+        **pace, priorities=priorities, live_roles=settings["live_roles"], media_route=settings["media_route"]
+    )
     policies = BUNDLES[settings["policy"]].make(circumstances)
     fleet = FleetLimits(**scaling) if scaling else None
     after, least = settings["slow_after"], 1 if fleet is None else fleet.least

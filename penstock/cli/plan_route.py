@@ -4,7 +4,9 @@ role has, by the profiler that a running deployment has (`sched.cluster.epd_prof
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
+from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.output import as_json
@@ -72,18 +74,20 @@ def _traffic(problem: Problem) -> Sequence[MediaRequest]:
 
 def _found(problem: Problem, kind: Kind, count: int, traffic: Sequence[MediaRequest]) -> Profile:
     from penstock.sched.cluster.base import InstanceLoad
-    from penstock.sched.cluster.epd_profiler import machine_of, search, targets_of
-    from penstock.sched.cluster.media_stages import layouts
+    from penstock.sched.cluster.epd_profiler import machine_of, search
+    from penstock.sched.cluster.media_stages import Targets, layouts
 
     group = kind.group
     load = InstanceLoad(
         name=kind.name, times=group.times, token_budget=group.token_budget, max_sequences=group.max_num_seqs
     )
-    machine, targets = machine_of([load]), targets_of([(r.ttft, r.tpot) for r in problem.requests if not r.offline])
+    machine = machine_of([load], round(fmean(tokens for r in traffic for tokens in r.images)))
     assert machine is not None
-    if targets is None:
+    online = [r for r in problem.requests if not r.offline]
+    targets = Targets(median_low(r.ttft for r in online), median_low(r.tpot for r in online), problem.target)
+    if min(targets.ttft, targets.tpot) == inf:
         raise ConfigError("--ttft-ms: needed, without targets every layout carries everything", "ttft-ms")
-    work = search(machine, traffic, targets._replace(share=problem.target), layouts(count))
+    work = search(machine, traffic, targets, layouts(count))
     while True:
         try:
             next(work)

@@ -244,7 +244,7 @@ def _build(
     finds, media = (encode_budget, options.media_cache_memory) if model.visual is not None else (None, 0)
     engine = Engine(scheduler, executor, clock, ledger_of(pool), found, cache.prefaulter, movers, finds, media, looks)
     memory = worker if others is None else others.memory(worker)
-    return Built(engine, worker, layout, _shape(model).storing(options.kv_cache_dtype), pool, memory, store)
+    return Built(engine, worker, layout, shape_of(model).storing(options.kv_cache_dtype), pool, memory, store)
 
 
 def encodes_beside(options: EngineOptions, model: Decoder) -> bool:
@@ -372,7 +372,8 @@ def _block_pool(pool: KVPool | None, num_blocks: int, prefix_cache: bool, *, win
     return blocks
 
 
-def _shape(model: Decoder) -> ModelShape:
+def shape_of(model: Decoder) -> ModelShape:
+    """From which its steps are predicted."""
     config = model.config
     shape = ModelShape(
         layers=config.num_layers,
@@ -398,18 +399,19 @@ def _shape(model: Decoder) -> ModelShape:
     return replace(shape, head_bits=8 * head)
 
 
-def _tower(config: VisionConfig, width: int, itemsize: int) -> TowerShape | None:
-    """None for towers that see tiles: what they take is not predicted."""
-    if config.tiling is not None:
-        return None
+def _tower(config: VisionConfig, width: int, itemsize: int) -> TowerShape:
+    """A tower whose MLPs have no gate counts as one with gates and as many weights; one that sees tiles has windows of
+    their size."""
+    tiling, side = config.tiling, config.merge * config.window
+    whole = config.num_layers if not side else len(config.whole_layers)
     return TowerShape(
         layers=config.num_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=config.intermediate_size if tiling is None else config.intermediate_size * 2 // 3,
         patch_values=3 * config.frames * config.patch_size**2,
         merge=config.merge,
-        window=(config.window * config.merge) ** 2,
-        full_layers=len(config.whole_layers),
+        window=side * side if tiling is None else tiling.per_tile,
+        full_layers=whole if tiling is None else 0,
         width=width,
         bytes_per_value=itemsize,
     )

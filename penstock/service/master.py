@@ -110,7 +110,7 @@ class Master:
         fleet: what scaling may do; None when nothing is ever started or stopped.
         recorder: gets every decision.
         slow: says which instances are restarted because they are slow; None where none ever is.
-        media_route: which stages of requests with images are together, as `ImagePlaces` has it, until a policy says.
+        media_route: which stages of requests with images are together, as `ImagePlaces` has it.
 
     Attributes:
         images: who looks at the images of requests.
@@ -139,7 +139,6 @@ class Master:
         self._touched: set[str] = set()  # sessions that have changed
         self._roster = Roster(self._sessions, self._touched)
         self._sources = KVSources(self.index, self._sessions, self._roster)
-        self._media_route = media_route
         self.images = ImagePlaces(self._sessions, self._roster, media_route)
         dynamic = policies.roles is not None and policies.roles.dynamic
         self._mesh = Mesh(self._sessions, everybody=dynamic or policies.scaling is not None)
@@ -241,7 +240,7 @@ class Master:
 
     def _route_media(self, policy: MediaPolicy, now: float) -> list[Action]:
         """Requests with images go this way from now on; those that are placed go on as they were."""
-        before, self.images.route = self.images.route, policy.choose(self._view(now), self._media_route)
+        before, self.images.route = self.images.route, policy.choose(self._view(now))
         if self.images.route == before:
             return []
         route, former = self.images.route or "roles have it", before or "roles had it"
@@ -539,6 +538,8 @@ class Master:
             decision = msgspec.structs.replace(decision, decode=None, costs=costs)
         if place.images and self.images.route == "EPD":
             decision = msgspec.structs.replace(decision, decode=None, open=False)
+        if place.images and self._policies.media is not None and (why := self._policies.media.why):
+            decision = msgspec.structs.replace(decision, reason=_told(decision.reason, why))
         prefiller = sequence.prefiller = self._sessions[decision.prefill]
         source = None
         if place.keys:
@@ -744,6 +745,8 @@ class Master:
             self.index.unexpect(over.prefiller.name, over.place.keys)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
+            if self._policies.media is not None:
+                self._policies.media.ended(outcome.tokens)
             if self._policies.priorities is not None:
                 tpot = None if outcome.tpot_ms is None else outcome.tpot_ms / 1e3
                 self._policies.priorities.observe(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from penstock.core.wire.engine import MediaRoute
 from penstock.sched.cluster import (
     DISPATCH,
     HFX,
@@ -63,6 +64,7 @@ class Circumstances:
         cooldown_out, cooldown_in: seconds from one growth to the next, and from any change to a cut; likewise.
         priorities: bounds of the targets that a priority implies; none: priorities imply no targets.
         live_roles: whether roles change also under policies that leave them as they are.
+        media_route: which stages of requests with images are together at first.
     """
 
     interval: float | None = None
@@ -70,6 +72,7 @@ class Circumstances:
     cooldown_in: float | None = None
     priorities: Mapping[int, Bounds] = field(default_factory=dict)
     live_roles: bool = False
+    media_route: MediaRoute | None = None
 
     def mapping(self) -> PriorityMapping | None:
         return PriorityMapping(self.priorities) if self.priorities else None
@@ -131,6 +134,18 @@ def _hfx(at: Circumstances) -> Policies:
     return Policies(dispatch=hfx, migration=hfx, balance=at.conversions(), roles=at.roles(), priorities=at.mapping())
 
 
+def _epd(at: Circumstances) -> Policies:
+    """Which roles there are is the profiler's alone."""
+    profiler = EPDProfiler(at.media_route)
+    return Policies(
+        dispatch=DISPATCH["least-loaded"](),
+        balance=Conversions(),
+        roles=profiler,
+        priorities=at.mapping(),
+        media=profiler,
+    )
+
+
 def _unified(at: Circumstances) -> Policies:
     unified = Unified()
     return Policies(
@@ -138,18 +153,6 @@ def _unified(at: Circumstances) -> Policies:
         migration=unified,
         balance=Together(Conversions(), Balance()),
         roles=ElasticRoles(),
-        priorities=at.mapping(),
-    )
-
-
-def _epd(at: Circumstances) -> Policies:
-    """Which roles there are is the profiler's alone."""
-    profiler = EPDProfiler()
-    return Policies(
-        dispatch=DISPATCH["least-loaded"](),
-        balance=Conversions(),
-        roles=profiler,
-        media=profiler,
         priorities=at.mapping(),
     )
 

@@ -15,6 +15,7 @@ from penstock.core.wire.engine import (
     Fetched,
     Lacking,
     LinkPeer,
+    MediaRoute,
     Peer,
     Ready,
     Refused,
@@ -157,7 +158,7 @@ class Cluster:
             fleet=_fleet(scenario.scaling),
             recorder=_Costs(self.records, self.changes, recorder),
             slow=_slow(scenario),
-            media_route="ED+P" if any(group.encodes for group in groups) else None,
+            media_route=media_route(groups),
         )
         self._woken = inf  # when the master is to be woken, and only then
 
@@ -581,6 +582,11 @@ class _Costs:
 def _tower(group: InstanceGroup) -> SimTower | None:
     """Of one that sees."""
     return None if group.times.shape.vision is None else SimTower(group.times)
+
+
+def media_route(groups: Sequence[InstanceGroup]) -> MediaRoute | None:
+    """Of requests with images, at first."""
+    return "ED+P" if any(group.encodes for group in groups) else None
 
 
 def _seeing(group: InstanceGroup) -> dict[str, int]:

@@ -17,7 +17,7 @@ from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.policies import Circumstances
 from penstock.sim.baselines import POLICIES
 from penstock.sim.bound import reusable_by_request
-from penstock.sim.cluster import Cluster
+from penstock.sim.cluster import Cluster, media_route
 from penstock.sim.frontend import SimRecord
 from penstock.sim.result import Account, account_of, joined_accounts, kept, summarise
 from penstock.sim.scenario import Scenario
@@ -179,7 +179,7 @@ def _simulate(
     cluster = Cluster(
         scenario,
         groups,
-        POLICIES[policy].make(_circumstances(scenario)),
+        POLICIES[policy].make(replace(_circumstances(scenario), media_route=media_route(groups))),
         requests,
         rng,
         lambda number: np.random.default_rng((seed, NOISE_STREAM, number, *slice_stream)),

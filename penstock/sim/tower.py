@@ -19,7 +19,8 @@ class SimTower:
 
     Attributes:
         embeddings: for others, and from others.
-        encode_ms: of an image's token, a recent mean of steps that do nothing else; None before there was one.
+        encode_ms: of an image's token, a recent mean of steps that do nothing else, without what every step has; None
+            before there was one.
         looked: images that it looked at; `for_others`: those of them that others wanted.
     """
 
@@ -27,6 +28,7 @@ class SimTower:
         self.embeddings = EmbeddingCache(kept_tokens(times))
         self.encode_ms: float | None = None
         self.looked = self.for_others = 0
+        self._overhead = times.device.overhead_ms
 
     def end(self, plan: StepPlan, seconds: float, owned: set[str]) -> None:
         """A step is over that took so long.
@@ -38,7 +40,7 @@ class SimTower:
         self.looked += len(looked)
         self.for_others += sum(encode.request_id not in owned for encode in looked)
         if looked and not plan.sequences:
-            each = seconds * 1e3 / sum(encode.span.length for encode in looked)
+            each = max(0.0, seconds * 1e3 - self._overhead) / sum(encode.span.length for encode in looked)
             self.encode_ms = each if self.encode_ms is None else self.encode_ms + WEIGHT * (each - self.encode_ms)
         for encode in looked:
             if encode.wanted:

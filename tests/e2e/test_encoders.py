@@ -1,12 +1,15 @@
 """Images are looked at by instances of their own, and what is seen goes to who prefills: real processes."""
 
+import json
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import httpx
 import pytest
 
+from penstock.sched.cluster.epd_profiler import FEWEST
 from tests.e2e.test_apply import apply
 from tests.e2e.test_images import ask, drawn, said
 from tests.helpers.deployments import deployed
@@ -158,3 +161,39 @@ def test_the_route_changes_while_requests_run(checkpoint, expected, tmp_path):
             for thread in threads:
                 thread.join()
     assert not failures
+
+
+def test_the_profiler_changes_roles_once_requests_have_images():
+    """Most of the engines decode, and answers are short: with images the others help."""
+    asked, engine = count(), ENGINE | {"max-num-batched-tokens": 512}
+    instances = [{"role": "prefill"}, {"role": "decode", "count": 3}]
+    content = {"model": "demo-vl", "engine": engine, "instances": instances, "policy": "epd"}
+    target = {"slo": {"ttft_ms": 2000, "tpot_ms": 60}, "max_tokens": 4, "model": "demo-vl", "logprobs": False}
+
+    def send(up, pictures, requests=40):
+        def one(number):
+            sizes = [(320, 321 + (2 * number + i) % 400) for i in range(pictures)]
+            answer = ask(up, *(drawn("red", *size) for size in sizes), text=f"{number}?", **target)
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(one, [next(asked) for _ in range(requests)]))[-1]
+
+    def told(up, what):
+        return [line for line in up.lines if what in line]
+
+    def changed(up):
+        send(up, 2)
+        return told(up, "changes to role")
+
+    with deployed(content) as up:
+        send(up, 0, 2 * FEWEST)
+        assert not told(up, "changes to role")
+        eventually(lambda: changed(up), 200, up.log)
+        (line, *_) = told(up, "changes to role")
+        assert "epd: " in line
+        assert " of the latest traffic, EP+D 1:3 " in line
+        answer = send(up, 1, 1)
+        explained = up.get(f"/explain/{answer.json()['id']}")
+        assert " of the latest traffic, EP+D 1:3 " in json.loads(explained)["sequences"][0]["placements"][0]["reason"]

@@ -13,6 +13,7 @@ from penstock.core.plan import BLOCK_TOKENS, Encode, SequenceStep, StepPlan
 from penstock.core.request import MediaSpan
 from penstock.core.sampling import SamplingParams
 from penstock.core.tiles import Tiling, read_tiling
+from penstock.engine.build import shape_of
 from penstock.engine.cache import KVCache, make_layout
 from penstock.engine.media import MediaEmbeddings
 from penstock.media.decode import make
@@ -214,3 +215,13 @@ def test_settings_of_two_minds(checkpoint, tmp_path):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
         with pytest.raises(ConfigError, match="other sizes"):
             read_processor(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llava-onevision", "qwen2.5-vl"])
+def test_what_a_tower_takes_is_predicted_from_its_size(name, tmp_path):
+    model = load_model(write_checkpoint(tmp_path, name), CPU)
+    tower = shape_of(model).vision
+    weights = sum(p.nbytes for p in model.visual.parameters())
+    assert tower.weight_bytes == pytest.approx(weights, rel=0.25), "biases, norms and positions are left out"
+    assert (tower.width, tower.layers) == (model.config.hidden_size, model.config.vision.num_layers)
+    assert 0 < 2 * tower.flops(16) <= tower.flops(32)

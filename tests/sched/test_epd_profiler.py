@@ -1,28 +1,29 @@
 """Which stages of requests with images are together: the model of stages, the search, and what is made of it."""
 
 from dataclasses import replace
-from math import inf
 
 import pytest
-from msgspec.structs import replace as changed
+from msgspec import structs
 
+from penstock.core.plan import BLOCK_TOKENS
 from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad
 from penstock.sched.cluster.epd_profiler import (
     EVERY,
     FEWEST,
     LINK,
     PACE,
+    WINDOW,
     EPDProfiler,
     layout_of,
     machine_of,
     moves,
     search,
-    targets_of,
 )
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
-from penstock.sched.steptime import DEVICES, GEOMETRIES, StepTime
+from penstock.sched.steptime import DEVICES, GEOMETRIES, GRAIN, StepTime
 
 TIMES = StepTime(DEVICES["ascend-910b"], GEOMETRIES["qwen2.5-vl-7b"])
+BLIND = StepTime(DEVICES["ascend-910b"], GEOMETRIES["qwen2-7b"])
 TARGETS = Targets(ttft=1.0, tpot=0.05)
 MACHINE = Machine(times=TIMES, token_budget=1024, encode_budget=1300)
 
@@ -131,25 +132,28 @@ def view(now: float = 0.0, encoders: int = 0, **roles: int) -> ClusterView:
 
 
 def test_the_fewest_moves_make_a_layout():
-    made = moves(view(prefill=2, decode=4), Layout("E+P+D", 1, 3, 2), "why")
+    made = moves(view(prefill=2, decode=4), Layout("E+P+D", 1, 3, 2))
     assert [(move.name, move.role) for move in made] == [("decode-0", "encode"), ("decode-1", "prefill")]
-    assert not moves(view(prefill=2, decode=2, encoders=1), Layout("E+P+D", 1, 2, 2), "why")
+    assert not moves(view(prefill=2, decode=2, encoders=1), Layout("E+P+D", 1, 2, 2))
     assert layout_of(view(prefill=2, decode=2, encoders=1), None) == Layout("E+P+D", 1, 2, 2)
     assert layout_of(view(prefill=2, decode=2), "ED+P") == Layout("ED+P", 0, 2, 2)
     assert layout_of(view(any=3), None) == Layout("EPD", any=3)
     assert layout_of(view(any=3, decode=1), None) is None
 
 
-def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets = NARROW) -> None:
-    tokens, limits = {"prompt_tokens": request.prompt, "max_tokens": request.output}, targets._asdict()
-    demand = Demand(key=("f", "r"), **tokens, ttft=limits["ttft"], tpot=limits["tpot"])
+def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets | None = NARROW) -> None:
+    demand = Demand(key=("f", "r"), prompt_tokens=request.prompt, max_tokens=request.output)
+    if targets is not None:
+        demand = structs.replace(demand, ttft=targets.ttft, tpot=targets.tpot)
     profiler.observe(request.at, demand, request.images, request.seen)
+    profiler.ended(request.output)
 
 
-def thought(profiler: EPDProfiler, **roles: int):
+def thought(profiler: EPDProfiler, now: float = EVERY, **roles: int):
     """What it comes to, and how often it was asked."""
+    before = profiler.found
     for asked in range(100_000):
-        if (made := profiler.decide(view(now=1.0, **roles))) or profiler.found:
+        if (made := profiler.decide(view(now=now, **roles))) or profiler.found is not before:
             return made, asked
     raise AssertionError("it thinks for ever")
 
@@ -158,15 +162,17 @@ def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
     profiler = EPDProfiler(gain=0.05)
     for request in traffic(2, output=200):
         tell(profiler, request)
-    made, asked = thought(profiler, any=4)
+    assert not profiler.decide(view(now=0.9 * EVERY, prefill=1, decode=3))
+    assert profiler._search is None, "what is long has not ended yet"
+    made, asked = thought(profiler, prefill=1, decode=3)
     assert asked > 10, f"it is done after {asked} questions, each of {PACE} rounds"
-    assert profiler.route == profiler.found.layout.route != "EPD"
-    assert len(made) == 4, "all were of any role"
-    assert {move.reason for move in made} == {profiler.why}
-    assert profiler.why.startswith(f"epd: {profiler.found.layout.title} carries ")
-    assert ", EPD 4 " in profiler.why
-    assert "with 2 images to look at each" in profiler.why
-    assert not profiler.decide(view(now=1.0 + EVERY / 2, any=4)), "it rests"
+    assert profiler.route == profiler.found.layout.route
+    assert {move.role for move in made} <= {"any", "prefill"}, "most of the work is of prompts"
+    assert made[0].reason == f"epd: {profiler.why}"
+    assert f"{profiler.found.layout.title} carries " in profiler.why
+    assert ", EP+D 1:3 " in profiler.why
+    assert not profiler.decide(view(now=1.5 * EVERY, prefill=3, decode=1)), "it rests"
+    assert profiler._search is None
 
 
 @pytest.mark.parametrize(("images", "count"), [(0, FEWEST), (1, FEWEST - 1)])
@@ -174,9 +180,50 @@ def test_without_images_or_with_few_requests_it_says_nothing(images, count):
     profiler = EPDProfiler()
     for request in traffic(images, count=count):
         tell(profiler, request)
-    assert not profiler.decide(view(any=4))
-    assert (profiler._search, profiler.choose(view(any=4), None)) == (None, None)
-    assert profiler.choose(view(any=4), "ED+P") == "ED+P", "as it was set"
+    assert not profiler.decide(view(now=EVERY, any=4))
+    assert (profiler._search, profiler.choose(view(any=4)), profiler.why) == (None, None, "")
+
+
+def test_without_targets_or_a_known_tower_it_says_nothing():
+    text = structs.replace(view(EVERY, any=2), instances=[structs.replace(i, times=BLIND) for i in instances(any=2)])
+    for targets, seen in ((None, view(EVERY, any=2)), (NARROW, text)):
+        profiler = EPDProfiler("EP+D")
+        for request in traffic():
+            tell(profiler, request, targets)
+        assert not profiler.decide(seen)
+        assert (profiler._search, profiler.choose(seen)) == (None, "EP+D")
+
+
+def test_a_machine_is_what_instances_say_of_themselves():
+    plain = machine_of(view(any=2).instances, 650)
+    assert (plain.times, plain.token_budget, plain.link) == (TIMES, TIGHT.token_budget, LINK)
+    less, more = (TIMES.step_ms([(TIGHT.token_budget + tokens, 0)]) for tokens in (0, GRAIN))
+    assert less < plain.limit_ms < more, "budgets are in whole grains"
+    assert TIMES.encode_ms([650] * (plain.encode_budget // 650)) <= plain.limit_ms
+    slow, fast = (structs.replace(i, encode_ms=0.2 * (1 + i.requests), fetch_ms=2.0) for i in instances(any=2))
+    measured = machine_of([slow, fast], 650)
+    assert measured.times.encode_ms([650]) == pytest.approx(0.3 * 650), "the median of what was measured"
+    assert measured.link == pytest.approx(BLOCK_TOKENS * TIMES.shape.kv_bytes_per_token / 2e-3)
+    assert machine_of([structs.replace(slow, times=BLIND)], 650) is None
+
+
+@pytest.mark.slow
+def test_another_mix_makes_it_change_its_mind():
+    """Images that take most of the time have instances of their own, or go with prompts; without any they are given
+    back."""
+    profiler = EPDProfiler(gain=0.05)
+    for request in traffic(2, output=200):
+        tell(profiler, request)
+    thought(profiler, prefill=1, decode=3)
+    before = profiler.found.layout
+    for request in traffic(0, output=400, count=WINDOW):
+        tell(profiler, request)
+    roles = {"prefill": before.prefill, "decode": before.decode}
+    assert not profiler.decide(view(now=2 * EVERY, **roles)), "text alone is not worth a search"
+    assert profiler._search is None
+    made, _ = thought(profiler, 2 * EVERY, prefill=1, decode=2, encoders=1)
+    assert made
+    assert profiler.found.layout.encode == 0
 
 
 def test_it_leaves_what_is_nearly_as_good():
@@ -186,65 +233,3 @@ def test_it_leaves_what_is_nearly_as_good():
     made, _ = thought(profiler, any=2)
     assert (made, profiler.route) == ((), None)
     assert profiler.found.factor > 0
-
-
-def test_what_was_applied_for_images_is_undone_when_they_stop():
-    profiler = EPDProfiler(gain=0.05)
-    for request in traffic(2, output=200):
-        tell(profiler, request)
-    thought(profiler, any=4)
-    loose = Targets(5.0, 0.5)  # with which apart does not pay
-    for request in traffic(0, count=4 * FEWEST):
-        tell(profiler, request, loose)
-    later = view(now=2.0 + EVERY, prefill=1, encoders=2, decode=1)
-    for _ in range(100_000):
-        if made := profiler.decide(later):
-            break
-    assert "encode" not in {move.role for move in made}
-    assert any(move.name.startswith("encode") for move in made)
-    assert "with 0 images" in profiler.why
-
-
-def test_it_looks_again_where_an_instance_went_meanwhile():
-    profiler = EPDProfiler(gain=0.05)
-    for request in traffic(2, output=200):
-        tell(profiler, request)
-    assert not profiler.decide(view(now=1.0, any=4))
-    while profiler._search is not None:
-        assert not profiler.decide(view(now=1.0, any=3)), "nothing is applied to what is no longer there"
-    assert (profiler.route, profiler.found) == (None, None)
-
-
-@pytest.mark.parametrize("silent", ["no targets", "no tower"])
-def test_where_nothing_can_be_told_it_says_nothing(silent):
-    profiler = EPDProfiler()
-    for request in traffic(2):
-        tell(profiler, request, Targets(inf, inf) if silent == "no targets" else NARROW)
-    blind = [InstanceLoad(name=str(i), times=StepTime(TIMES.device, GEOMETRIES["qwen2-7b"])) for i in range(2)]
-    seen = view(any=2) if silent == "no targets" else ClusterView(now=0.0, instances=blind)
-    assert not profiler.decide(seen)
-    assert profiler._search is None
-
-
-def test_instances_are_taken_for_what_they_measured():
-    plain = instances(any=3)
-    believed = machine_of(plain)
-    assert (believed.token_budget, believed.link) == (TIGHT.token_budget, LINK)
-    assert believed.times.encode_ms([512]) == pytest.approx(TIMES.encode_ms([512]))
-    limit = TIMES.step_ms([(TIGHT.token_budget, 0)])
-    assert believed.encode_budget == 512 or TIMES.encode_ms([512] * (believed.encode_budget // 512)) <= limit
-    each = TIMES.encode_ms([512]) / 512
-    measured = [changed(i, encode_ms=3 * each, fetch_ms=0.5) for i in plain]
-    machine = machine_of([*measured, changed(plain[0], name="new", token_budget=512)])
-    assert machine.times.encode_ms([512]) == pytest.approx(3 * TIMES.encode_ms([512]))
-    assert machine.link == pytest.approx(TIMES.shape.block_bytes / 0.5e-3)
-    assert machine.encode_budget <= believed.encode_budget
-    again = [changed(i, times=machine.times) for i in measured]
-    assert machine_of(again).times.encode_ms([512]) == pytest.approx(3 * TIMES.encode_ms([512])), "not twice"
-
-
-def test_targets_are_those_of_most_requests():
-    assert targets_of([(1.0, 0.1), (2.0, inf), (9.0, 0.2), (inf, inf)]) == Targets(2.0, 0.1)
-    assert targets_of([(inf, 0.1)]) == Targets(inf, 0.1)
-    assert targets_of([(inf, inf)]) is None
-    assert targets_of([]) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.core.wire.engine import CacheDelta, Failed
-from penstock.core.wire.master import Begun, Ended, Place, PlacedImage
+from penstock.core.wire.master import Begun, Ended, Outcome, Place, PlacedImage
 from penstock.kv.embeddings import EMBEDDINGS
 from penstock.sched.cluster import InstanceLoad
 from penstock.service.history import as_values, collect, pattern_of
@@ -144,28 +144,35 @@ def test_policies_see_who_encodes_apart():
 
 def test_a_policy_changes_the_route_of_what_comes_next():
     class Choosing:
-        route, why, came = None, "more come", []
+        route, came, why = None, [], ""
 
         def observe(self, now, demand, images, seen):
             self.came.append((demand.key[1], images, seen))
 
-        def choose(self, view, given):
-            return self.route or given
+        def ended(self, tokens):
+            self.came.append(tokens)
+
+        def choose(self, view):
+            return self.route
 
     cluster = Seeing("e0", "p0", "d0")
     media = Choosing()
     cluster.master._policies = replace(cluster.master._policies, media=media)
     first = cluster.ask(RED)
     assert looks(first) == [("e0", True)]
-    media.route = "ED+P"
+    media.route, media.why = "ED+P", "ED+P carries more"
     cluster.tick()
-    assert looks(cluster.ask(RED, BLUE)) == [("e0", False), ("d0", True)], "what is seen already is not seen again"
+    told = cluster.ask(RED, BLUE)
+    assert "ED+P carries more" in told.reason
+    assert looks(told) == [("e0", False), ("d0", True)], "what is seen already is not seen again"
     assert looks(cluster.ask(PlacedImage(b"green", 10))) == [("d0", True)]
     assert cluster.master.overview(0.0).placed == 3, "what was placed before goes on"
     media.route = None
     cluster.tick()
     assert looks(cluster.ask(PlacedImage(b"grey", 10))) == [("e0", True)]
     assert media.came[:2] == [("r1", [300], 0), ("r2", [300], 300)]
+    cluster.frontend(Ended(["r1"], [Outcome("r1", 90.0, 5.0, 1.0, tokens=7)]))
+    assert media.came[-1] == 7
 
 
 def test_what_a_prefiller_looks_at_itself_takes_its_time():

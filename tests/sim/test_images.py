@@ -151,3 +151,21 @@ def test_an_embedding_travels_as_long_as_its_bytes_take():
     ]
     sent = 1300 * SHAPE.vision.token_bytes
     assert took[1] - took[0] == pytest.approx(sent * 8 * (1 / 1e9 - 1 / 400e9), rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_profiler_decides_roles_and_route_in_a_simulation():
+    """Most instances decode, outputs are short, and images are many: what it finds is applied while requests run."""
+    text = """
+workload:
+  synthetic: {requests: 1000, rate: 20, prompt: 100, output: 8, images: 2}
+slo: {ttft-ms: 2000, tpot-ms: 100}
+engine: {device: modelled:h100, geometry: qwen2.5-vl-7b, noise: 0.05}
+instances: [{role: prefill}, {role: decode, count: 3}]
+"""
+    result, cluster = run(read(text), "epd")
+    assert (result["failed"], result["requests"]) == (0, 1000)
+    reasons = {change.reason for _, change in cluster.changes}
+    assert reasons
+    assert all(" of the latest traffic, EP+D 1:3 " in reason for reason in reasons)
+    assert all(record.received == record.output_tokens for record in cluster.records)

@@ -438,12 +438,12 @@ class MediaPolicy(Protocol):
         """
         ...
 
-    def choose(self, view: ClusterView, given: engine.MediaRoute | None) -> engine.MediaRoute | None:
-        """
-        Args:
-            given: the route that was set. None is "E+P+D" while there are instances of the role "encode", and otherwise
-                "EP+D"; so is the answer.
-        """
+    def ended(self, tokens: int) -> None:
+        """An online request has ended without an error, after so many."""
+        ...
+
+    def choose(self, view: ClusterView) -> engine.MediaRoute | None:
+        """None is "E+P+D" while there are instances of the role "encode", and otherwise "EP+D"."""
         ...
 
 

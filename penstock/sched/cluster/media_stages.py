@@ -3,8 +3,8 @@
 It is what the EPD profiler (`sched.cluster.epd_profiler`) looks ahead with, and knows less than a simulation of the
 whole service: requests come first to whoever has least to do, steps take what `StepTime` says, KV and embeddings
 travel at the speed of a link, and there is room for all KV. A step has all decodes, then the prompt that is partly
-computed; then what has waited longest, prompts or images (xLLM, section 3.3); without `by_stage` all images that wait
-and whole prompts.
+computed; then what has waited longest, prompts or images (xLLM, section 3.3), as much of a prompt as keeps the step
+within its limit; without `by_stage` all images that wait and whole prompts.
 
 All of it is generators that yield now and then, so that whoever has something else to do can stop in between.
 """
@@ -24,6 +24,7 @@ from penstock.sched.steptime import StepTime
 ROUTES: tuple[MediaRoute, ...] = get_args(MediaRoute)
 LONG, MOST = 30.0, 3000  # TTFT targets that traffic is to take at least, with so many requests at most
 BREATH = 64  # events between two yields
+STRETCH = 1.5  # times what decodes take alone, that a step may take for prompts whatever its limit
 BLOCKS_LAST = 64  # tokens whose KV is still to travel when a prompt ends: the others went as they were computed
 
 
@@ -69,6 +70,7 @@ class Machine:
     Attributes:
         times: of a model with a vision tower.
         token_budget: of a step; `encode_budget`: tokens of images in a step beyond the first.
+        limit_ms: of a step with prompts.
         link: bytes per second between instances; `latency`: seconds of a message.
         by_stage: whether stages are scheduled as such.
     """
@@ -77,6 +79,7 @@ class Machine:
     token_budget: int
     encode_budget: int
     max_sequences: int = 256
+    limit_ms: float = inf
     link: float = 50e9
     latency: float = 1e-3
     by_stage: bool = True
@@ -105,18 +108,23 @@ class _Job:
 
 @dataclass(eq=False, slots=True)
 class _Station:
-    """An instance. `load`: seconds of work that it was given and has not done, for balance."""
+    """An instance.
+
+    Attributes:
+        joining: that decode here from the next step on; of `incoming`, what is still on its way is the rest.
+        load: seconds of work that it was given and has not done, for balance.
+    """
 
     name: int
     encodes: deque[_Job] = field(default_factory=deque)
     prompts: deque[_Job] = field(default_factory=deque)
     decodes: list[_Job] = field(default_factory=list)
+    joining: list[_Job] = field(default_factory=list)
     incoming: int = 0
     load: float = 0.0
     busy: bool = False
     turn: int = 0
-    chunk: tuple[_Job, int] | None = None
-    whole: list[_Job] = field(default_factory=list)
+    chunks: list[tuple[_Job, int]] = field(default_factory=list)
     looking: list[tuple[_Job, int]] = field(default_factory=list)
     began: float = 0.0
     each: float = 0.0  # seconds of a step of decodes alone
@@ -217,9 +225,7 @@ class _Run:
         if station is None:
             self._to_prefill(now, job)
             return
-        station.incoming -= 1
-        self._settle(now, station)
-        station.decodes.append(job)
+        station.joining.append(job)
         self._wake(now, station)
 
     def _end(self, now: float, job: _Job) -> None:
@@ -242,23 +248,17 @@ class _Run:
                 station.steps, station.turn = done, station.turn + 1
                 self._push(station.began + done * station.each, station, station.turn)
 
-    def _settle(self, now: float, station: _Station) -> None:
-        """Before something joins its decodes: those before have done what they have done."""
-        if station.busy and station.steps > 1:
-            done = int((now - station.began) / station.each)
-            for job in station.decodes:
-                job.done += done
-            station.began += done * station.each
-            station.steps -= done
-
     def _begin(self, now: float, station: _Station) -> None:
+        station.decodes += station.joining
+        station.incoming -= len(station.joining)
+        station.joining.clear()
         station.busy = bool(station.decodes or station.prompts or station.encodes)
         if not station.busy:
             return
         machine, times = self.machine, self.machine.times
         decodes = station.decodes[: machine.max_sequences]
         kv = sum([job.request.prompt + job.done for job in decodes])
-        prefills, images = self._fill(station, machine.token_budget - len(decodes))
+        prefills, images = self._fill(station, len(decodes), kv)
         ms = times.step_ms(prefills, len(decodes), kv)
         if images:
             ms += times.encode_ms(images)
@@ -268,28 +268,40 @@ class _Run:
             station.steps = max(1, min([job.request.output - job.done for job in decodes]))
         self._push(now + station.steps * station.each, station, station.turn)
 
-    def _fill(self, station: _Station, budget: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """What of prompts (new tokens, those before) and of images is in its next step."""
+    def _fill(self, station: _Station, decodes: int, kv: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """What of prompts (new tokens, those before) and of images is in its next step, with decodes that read so many
+        tokens of KV."""
         prompts, encodes = station.prompts, station.encodes
         if not self.machine.by_stage:
             self._look(station, inf)
             # what is looked at in this step is prefilled in it, too, where that is here
             whole = [*prompts] + ([job for job, _ in station.looking] if self.encode is self.prefill else [])
-            station.whole = list(dict.fromkeys(whole))
-            return [(job.left, 0) for job in station.whole], [tokens for _, tokens in station.looking]
+            station.chunks = [(job, job.left) for job in dict.fromkeys(whole)]
+            return [(job.left, 0) for job, _ in station.chunks], [tokens for _, tokens in station.looking]
         begun = prompts and prompts[0].left < prompts[0].request.prompt
         if encodes and not begun and (not prompts or encodes[0].at < prompts[0].at):
             self._look(station, self.machine.encode_budget)
             return [], [tokens for _, tokens in station.looking]
-        prefills = []
+        prefills: list[tuple[int, int]] = []
+        rows, budget = decodes, self.machine.token_budget
+        limit = self._limit_ms(decodes, kv) if prompts else inf
         for job in prompts:
-            if budget <= 0:
+            cached, count = job.request.prompt - job.left, min(budget - rows, job.left)
+            if count > 0 and limit < inf:
+                count = self.machine.times.largest_chunk(limit, cached, rows, kv, count) or int(not prefills)
+            if count <= 0:
                 break
-            count = min(budget, job.left)
-            prefills.append((count, job.request.prompt - job.left))
-            budget -= count
-            station.whole.append(job)
+            prefills.append((count, cached))
+            station.chunks.append((job, count))
+            rows += count
         return prefills, []
+
+    def _limit_ms(self, decodes: int, kv: int) -> float:
+        """Of a step with so many, and prompts; as `StepLimit` has it."""
+        times, limit = self.machine.times, self.machine.limit_ms
+        if limit == inf:
+            return inf
+        return times.margin * max(limit, STRETCH * times.step_ms((), decodes, kv) if decodes else 0.0)
 
     def _look(self, station: _Station, budget: float) -> None:
         """Take images, the first whatever its size."""
@@ -302,7 +314,6 @@ class _Run:
 
     def _finish(self, now: float, station: _Station) -> None:
         """Its step, or all that were taken together, are over."""
-        left = self.machine.token_budget - min(len(station.decodes), self.machine.max_sequences)
         running, station.decodes = station.decodes, []
         for place, job in enumerate(running):
             if place < self.machine.max_sequences:
@@ -319,10 +330,8 @@ class _Run:
             if not job.images:
                 station.encodes.remove(job)
                 self._encoded(now, job, station)
-        whole, station.whole = station.whole, []
-        for job in whole:
-            count = job.left if not self.machine.by_stage else min(left, job.left)
-            left -= count
+        chunks, station.chunks = station.chunks, []
+        for job, count in chunks:
             job.left -= count
             station.load -= count * self._token_ms / 1e3
             if not job.left:
@@ -336,7 +345,7 @@ def attainment(
     """Share of the requests that keep their targets, when they come so many times as fast; again and again for so long
     that queues would show."""
     span = max(traffic[-1].at * len(traffic) / max(1, len(traffic) - 1), 1e-9)
-    laps = min(ceil(LONG * targets.ttft * factor / span), ceil(MOST / len(traffic)))
+    laps = ceil(min(LONG * targets.ttft * factor / span, MOST / len(traffic)))
     repeated = [r._replace(at=r.at + lap * span) for lap in range(max(1, laps)) for r in traffic]
     return _Run(machine, layout, targets).run(repeated, factor)
 
