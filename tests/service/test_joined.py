@@ -120,6 +120,9 @@ class Machine:
         engine = self.engines[program.name] = Engine(self.world, self, program)
         return engine
 
+    def refill(self, now):
+        pass
+
     def release(self, name):
         pass
 
