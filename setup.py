@@ -27,8 +27,8 @@ sys.modules[native.__name__] = native
 from penstock.nn.native.build import BuildError, compile_library, library_name  # noqa: E402
 from penstock.nn.native.isa import SETS, InstructionSet  # noqa: E402
 
-# nothing of the machine that builds is needed but its C library, of which symbols say how new it must be; of what is linked
-# statically, only what is used is kept
+# nothing of the machine that builds is needed but its C library, of which symbols say how new it must be; of what is
+# linked statically, only what is used is kept
 LINKING = ("-static-libstdc++", "-static-libgcc", "-s", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
 GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from penstock.nn.experts import MixtureOfExperts
 from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
 from penstock.sched.local.sequence import blocks_for
+from tools.apart import run
 
 GROUPS, TOGETHER = 2, 40  # steps after which all that is to be copied is there
 MODES = "each alone", "helped"
@@ -110,12 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.group is not None:
         group(args)
         return 0
-    fd = os.memfd_create("penstock-helping")
-    os.ftruncate(fd, GroupMemory.bytes_for(options(args, 0)))
-    given = list(argv) if argv is not None else sys.argv[1:]
-    command = [sys.executable, "-m", "tools.helping_bench", *given, "--memory", str(fd), "--group"]
-    processes = [subprocess.Popen([*command, str(number)], pass_fds=[fd]) for number in range(GROUPS)]
-    return max(process.wait() for process in processes)
+    return run("tools.helping_bench", argv, GROUPS, GroupMemory.bytes_for(options(args, 0)), "--group")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from penstock.nn.loader import load_model
 from penstock.nn.ranks import PAGE, SharedMemoryRanks
 from penstock.nn.streams import Stream, Turns
 from penstock.sched.local.sequence import blocks_for
+from tools.apart import run
 
 RANKS = 2
 CONTEXT = 512  # tokens of a sequence that decodes
@@ -124,12 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rank is not None:
         rank(args)
         return 0
-    fd = os.memfd_create("penstock-overlap")
-    os.ftruncate(fd, 2 * SharedMemoryRanks.bytes_for(RANKS) + PAGE)
-    given = list(argv) if argv is not None else sys.argv[1:]
-    command = [sys.executable, "-m", "tools.overlap_bench", *given, "--memory", str(fd), "--rank"]
-    processes = [subprocess.Popen([*command, str(number)], pass_fds=[fd]) for number in range(RANKS)]
-    return max(process.wait() for process in processes)
+    return run("tools.overlap_bench", argv, RANKS, 2 * SharedMemoryRanks.bytes_for(RANKS) + PAGE, "--rank")
 
 
 if __name__ == "__main__":

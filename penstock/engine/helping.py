@@ -101,7 +101,10 @@ class HelpWanted:
         self._sequences: dict[str, _Decoding] = {}
         self._load, self._plans = 0.0, 0
         self._wanted: SimpleQueue[Wanted | None] = SimpleQueue()
-        threading.Thread(target=_copy, args=(self._wanted, self._copy), name="penstock-helping", daemon=True).start()
+        self._thread = threading.Thread(
+            target=_copy, args=(self._wanted, self._copy), name="penstock-helping", daemon=True
+        )
+        self._thread.start()
 
     def next(self, plan: StepPlan) -> StepPlan:
         """What ranks are to run for a plan."""
@@ -127,8 +130,16 @@ class HelpWanted:
         return self._helpers.helped
 
     def close(self) -> None:
-        """Copy nothing more."""
+        """Copy nothing more; waits for what is copied now."""
+        for part in self.helping.parts.values():
+            part.ended = True
         self._wanted.put(None)
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is helped with belongs to sequences that decode."""
+        self.helping.check()
+        assert self.helping.parts.keys() <= self._sequences.keys(), self.helping.parts.keys()
 
     def _saw(self, step: SequenceStep) -> None:
         tokens, blocks = step.start + len(step.tokens), tuple(step.blocks)

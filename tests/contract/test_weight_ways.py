@@ -15,16 +15,14 @@ from penstock.core.wire.weights import PairWay, Way
 from penstock.engine.weights import Source, WeightManager
 from penstock.nn.image import DeviceImage, parts
 from penstock.nn.loader import load
-from penstock.nn.models.decoder import Decoder
 from penstock.transfer import pair
 from penstock.transfer import weights as wire
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.links import NEEDS_MOONCAKE
 from tests.helpers.waiting import eventually
-from tests.helpers.weight_giver import BLOCK, givers
+from tests.helpers.weight_giver import SECRET, givers, make_small
 
-SECRET = "of this deployment"
 NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 MARKS = {"mooncake": [NEEDS_MOONCAKE], "nccl": [NEEDS_TWO_GPUS]}
 PAIR_WAYS = get_args(PairWay)
@@ -35,8 +33,7 @@ SENT = [way for way in WAYS if way.values[0] not in ("map", "mooncake")]  # bloc
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(wire, "BLOCK", BLOCK)
-    monkeypatch.setattr(Decoder.bound_logits, "__defaults__", (0, None))
+    make_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")

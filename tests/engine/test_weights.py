@@ -27,7 +27,6 @@ from penstock.nn.identity import image_key
 from penstock.nn.image import parts
 from penstock.nn.loader import held, load
 from penstock.nn.methods import METHODS
-from penstock.nn.models.decoder import Decoder
 from penstock.nn.weight_cache import WeightCache
 from penstock.transfer import weights as wire
 from penstock.transfer.weights import ask_to_map
@@ -37,17 +36,14 @@ from tests.helpers.deployments import colocated, deployed
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.links import NEEDS_MOONCAKE
 from tests.helpers.waiting import eventually
+from tests.helpers.weight_giver import BLOCK, SECRET, make_small
 
 CPU = torch.device("cpu")
-SECRET = "of this deployment"
-BLOCK = 16 << 10
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Blocks and heads are small here."""
-    monkeypatch.setattr(wire, "BLOCK", BLOCK)
-    monkeypatch.setattr(Decoder.bound_logits, "__defaults__", (0, None))
+    make_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")

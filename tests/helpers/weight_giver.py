@@ -18,8 +18,18 @@ from typing import Any
 import torch
 
 BLOCK = 16 << 10
+SECRET = "of this deployment"
 FATAL = 2  # the block with which it happens
 HAPPENS = {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}
+
+
+def make_small(monkeypatch) -> None:
+    """Blocks of weights and heads, in this process."""
+    from penstock.nn.models.decoder import Decoder
+    from penstock.transfer import weights as wire
+
+    monkeypatch.setattr(wire, "BLOCK", BLOCK)
+    monkeypatch.setattr(Decoder.bound_logits, "__defaults__", (0, None))
 
 
 @contextlib.contextmanager

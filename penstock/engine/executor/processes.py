@@ -524,6 +524,8 @@ class ProcessExecutor:
 
     def check(self) -> None:
         self._own.check()
+        if self._others.helping is not None:
+            self._others.helping.check()
 
 
 class ProcessMemory:
