@@ -33,6 +33,7 @@ from penstock.nn import native
 from penstock.nn.experts import MixtureOfExperts
 from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
+from penstock.nn.streams import Stream
 from penstock.sched.local.sequence import blocks_for
 from tools.apart import run
 
@@ -65,7 +66,7 @@ def group(args: argparse.Namespace) -> None:
     native.set_threads(1)
     own = args.group
     memory = GroupMemory(args.memory, options(args, own))
-    shard = Shard(experts=memory.experts(0, 0, os.getppid()))
+    shard = Shard(experts=memory.experts(0, 0, memory.ranks(0, 0, os.getppid()), Stream()))
     model = load_model(args.folder, CPU, shard=shard)
     plan = plan_of(args.contexts if own == 0 else [args.short] * len(args.contexts))
     layout = make_layout(model.config, model.dtype, "block", "bench", args.kv_cache_dtype)

@@ -24,7 +24,7 @@ from penstock.engine.host_tier import check_host_tier, open_host_tier
 from penstock.engine.loop import Engine, TierBelow
 from penstock.engine.media import LookingThread
 from penstock.engine.memory import check_asked, size_cache
-from penstock.engine.options import DBO, ENCODE_BESIDE, EngineOptions, check_options, device_of
+from penstock.engine.options import ENCODE_BESIDE, HELPER_KV, EngineOptions, check_options, engine_device
 from penstock.engine.runner import Runner
 from penstock.engine.worker import Worker
 from penstock.kv.keys import root_key
@@ -130,7 +130,7 @@ def build_engine(
         Unavailable: there is no KV pool server.
         RankFailed: a rank's process has ended.
     """
-    device = device_of(options.device)
+    device = engine_device(options)
     check_engine(options, device)
     if options.isa is not None:
         native.use(options.isa)
@@ -314,15 +314,12 @@ def _start_ranks(
     field, count = (PIPELINE, layout.pipeline) if layout.pipeline > 1 else (TENSOR, layout.tensor)
     if layout.meets:
         field, count = DATA, layout.data
-        _check_groups(options, device)
+        _check_groups(options)
     what = f"{field}: {count}"
     if device.type == "cuda":
-        if options.device not in (None, "cuda"):
-            raise ConfigError(f"device: {options.device!r}, with {what} allowed is cuda", "device")
-        if size > (found := torch.cuda.device_count()):
-            raise ConfigError(f"{what}, {layout} are {size} ranks, this machine has {found} CUDA devices", field)
-        if options.enable_dbo:
-            raise ConfigError(f"{DBO}: true, on a CUDA device allowed is false", DBO)
+        if options.helper_kv_memory is not None:
+            why = "allowed is nothing on a CUDA device"
+            raise ConfigError(f"{HELPER_KV}: {options.helper_kv_memory}, {why}", HELPER_KV)
         if options.host_cache_memory is not None:
             raise ConfigError(f"host-cache-memory with {what} is not supported yet", "host-cache-memory")
     if options.kv_address_mode == "contiguous":
@@ -338,11 +335,9 @@ def _start_ranks(
     return RankProcesses(options, device, threads, peers, groups)
 
 
-def _check_groups(options: EngineOptions, device: torch.device) -> None:
+def _check_groups(options: EngineOptions) -> None:
     """Raise ConfigError for what cannot be where steps are computed together."""
     what = f"{DATA}: {options.data_parallel_size} with {EXPERTS}"
-    if device.type == "cuda":
-        raise ConfigError(f"{what} is not supported on CUDA yet", DATA)
     if options.data_parallel_address is None:
         raise ConfigError(f"{what}: a data-parallel-address is needed, at which the groups meet", DATA)
     if not 0 <= options.data_parallel_rank < options.data_parallel_size:

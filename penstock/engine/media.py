@@ -78,6 +78,8 @@ class LookingThread:
 
     def _look(self, looked: Looked, look: Callable[[], Tensor]) -> Looked:
         self._thread.bell.computing()  # tells of the one before
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
         began = time.perf_counter()
         with torch.inference_mode(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             made = look()

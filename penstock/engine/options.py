@@ -9,7 +9,7 @@ import torch
 from penstock.core.device import QUANTIZATIONS
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
-from penstock.core.parallel import DATA, EXPERTS, Layout
+from penstock.core.parallel import DATA, EXPERTS, PIPELINE, TENSOR, Layout
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sizes import MEDIA_CACHE
 from penstock.kv.keys import TAIL_INTERVAL
@@ -28,7 +28,8 @@ class EngineOptions:
 
     Attributes:
         model: a Hugging Face checkpoint folder.
-        device: "cpu", "cuda", "cuda:1"; None takes CUDA where there is one.
+        device: "cpu", "cuda", "cuda:1"; None takes CUDA where there is one. The first, where there are several ranks or
+            data-parallel groups; the others have those behind it.
         dtype: "bfloat16", "float16" or "float32"; None or "auto" takes the checkpoint's.
         kv_cache_dtype: that K and V are stored in, a name in `core.layout.KV_DTYPES`; "auto" is `dtype`.
         max_model_len: prompt and output tokens of one sequence; None takes the checkpoint's, or what fits.
@@ -64,6 +65,7 @@ class EngineOptions:
         enable_expert_parallel: whether experts are spread over ranks, whole ones.
         enable_eplb: whether experts move between these such that they have equally much to do.
         eplb_config: how, as `sched.parallel.rebalancing.make_eplb` has it.
+        one_device: for tests: all ranks are on one CUDA device, and NCCL takes each for a host of its own.
         helper_kv_memory: bytes for copies of other data-parallel groups' KV, over which this one attends for them while
             it would wait; None is no help.
         enable_dbo: whether steps are two micro-batches where that hides what these exchange.
@@ -110,6 +112,7 @@ class EngineOptions:
     enable_eplb: bool = False
     eplb_config: str = "{}"
     enable_dbo: bool = False
+    one_device: bool = False
     helper_kv_memory: int | None = None
 
     @property
@@ -167,6 +170,30 @@ def device_of(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: {name!r}, this machine has {torch.cuda.device_count()} CUDA devices", "device")
     return device
+
+
+def engine_device(options: EngineOptions) -> torch.device:
+    """Of its rank 0: CUDA devices are those of one data-parallel group after the other. Raises ConfigError where there
+    are not enough."""
+    device = device_of(options.device)
+    layout, group = options.layout, options.data_parallel_rank
+    if device.type == "cpu" or (layout.group_size == 1 and not group):
+        return device
+    first = rank_device(options, device, group * layout.group_size)
+    last, found = rank_device(options, first, layout.group_size - 1), torch.cuda.device_count()
+    if (last.index or 0) >= found:
+        sizes = {TENSOR: layout.tensor, PIPELINE: layout.pipeline, DATA: layout.data}
+        name = max(sizes, key=lambda each: sizes[each])
+        why = f"the last rank of {layout} would be on {last}, this machine has {found} CUDA devices"
+        raise ConfigError(f"{name}: {sizes[name]}, {why}", name)
+    return first
+
+
+def rank_device(options: EngineOptions, first: torch.device, rank: int) -> torch.device:
+    """Of a rank, where rank 0 has the first."""
+    if first.type == "cpu":
+        return first
+    return torch.device("cuda", (first.index or 0) + (0 if options.one_device else rank))
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -140,6 +140,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         cache = self.cache
+        if self.device.type == "cuda":  # of whatever thread this is; kernels in Triton are launched on it
+            torch.cuda.set_device(self.device)
         if plan.switch is not None:
             self.switch(plan.switch)
         if (plan.encodes or plan.forgotten) and self.model.visual is not None:

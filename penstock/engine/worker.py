@@ -19,7 +19,7 @@ from penstock.core.plan import SequenceStep, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.engine.cache import ContiguousCache, KVCache, make_layout
 from penstock.engine.memory import free_bytes, mapping_budget
-from penstock.engine.options import EngineOptions, device_of, dtype_of
+from penstock.engine.options import EngineOptions, dtype_of, engine_device, rank_device
 from penstock.engine.runner import Runner
 from penstock.nn.graph import Mode, obstacle
 from penstock.nn.identity import file_times, identity
@@ -76,9 +76,9 @@ class Worker:
         progress: Report | None = None,
         peers: WeightManager | None = None,
     ) -> None:
-        device = device_of(options.device)
-        if others is not None and device.type == "cuda":
-            device = torch.device("cuda", others.world.rank)
+        device = engine_device(options)
+        if others is not None:
+            device = rank_device(options, device, others.world.rank)
         self.options, self._device, self._others = options, device, others
         self.shard = shard = WHOLE if others is None else others.shard
         self.before, self.after = (None, None) if others is None else (others.before, others.after)

@@ -34,7 +34,7 @@ def obstacle(model: Decoder) -> str | None:
     experts = [part.experts for part in model.modules() if isinstance(part, MixtureOfExperts)]
     if not all(isinstance(part.gate_up_proj.method, Plain) for part in experts):
         return "rows are given to quantised experts by the host"
-    if model.shard.ranks is not None or model.shard.stages > 1:
+    if model.shard.ranks is not None or model.shard.experts is not None or model.shard.stages > 1:
         return "ranks are not captured yet"
     if other := [name for name in KERNELS if ops.OPS[name].backend_on("cuda").name != "triton"]:
         return f"{', '.join(other)} computed by other backends"

@@ -177,7 +177,7 @@ class DistributedRanks(Ranks):
     """Ranks on CUDA devices that share the layers of a stage, joined by NCCL.
 
     Args:
-        members: their numbers among all ranks, of which the n-th is on the n-th device.
+        members: their numbers among all ranks.
         rank: this one's number there.
         host: the same as processes of this machine.
         group: NCCL's of them.

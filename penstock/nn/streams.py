@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
@@ -25,6 +26,7 @@ class Stream:
 
     Args:
         throttle: seconds that an exchange of so many bytes takes besides, for measurements.
+        device: whose tensors are exchanged; beside what a CUDA device computes they are on a stream of its own.
 
     Attributes:
         waited: seconds for which what computes has waited for exchanges.
@@ -32,9 +34,10 @@ class Stream:
         worked: of these, seconds of a processor.
     """
 
-    def __init__(self, throttle: Callable[[int], float] | None = None) -> None:
+    def __init__(self, throttle: Callable[[int], float] | None = None, device: torch.device | None = None) -> None:
         self.waited = self.busy = self.worked = 0.0
         self._throttle = throttle
+        self._lane = None if device is None or device.type == "cpu" else _DeviceLane(device)
         self._is_beside = False
         self._thread: ThreadPoolExecutor | None = None
 
@@ -56,7 +59,11 @@ class Stream:
         """
         if self._is_beside:
             assert self._thread is not None
-            return partial(self._await, self._thread.submit(self._run, exchange, size))
+            if self._lane is None:
+                return partial(self._await, self._thread.submit(self._run, exchange, size))
+            after, lane = self._lane.reached(), self._lane
+            coming = self._thread.submit(self._run, partial(lane.exchange, exchange, after), size)
+            return lambda: lane.take(self._await(coming))
         began = time.perf_counter()
         found = self._run(exchange, size)
         self.waited += time.perf_counter() - began
@@ -86,6 +93,34 @@ class Stream:
         began = time.perf_counter()
         found = coming.result()
         self.waited += time.perf_counter() - began
+        return found
+
+
+class _DeviceLane:
+    """A CUDA device's stream for exchanges. What is sent has to be held until what comes is taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def reached(self) -> torch.cuda.Event:
+        """Where what computes is."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def exchange(self, exchange: Callable[[], Result], after: torch.cuda.Event) -> tuple[Result, torch.cuda.Event]:
+        """In a thread of its own."""
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            found = exchange()
+            return found, self._stream.record_event()
+
+    def take(self, came: tuple[Result, torch.cuda.Event]) -> Result:
+        """For what computes, which waits for it; the host does not."""
+        found, there = came
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(there)
+        for tensor in [found] if isinstance(found, Tensor) else found if isinstance(found, list) else []:
+            tensor.record_stream(computing)
         return found
 
 

@@ -3,6 +3,7 @@ file, and knows which settings are compatible."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,17 @@ class Group:
         """The way by which they come through torch.distributed, the only one of GPUs; "" without it."""
         pair = WEIGHTS_PAIRS.get(kind_of(self.device), "")
         return pair if pair and self.options["peer_weights"] == pair else ""
+
+    @property
+    def gpus(self) -> Mapping[str, int]:
+        """Those of this host that its instances are on, and how many are on each: data-parallel groups are on one after
+        the other, and so are the ranks of each."""
+        first = int(self.device.partition(":")[2] or 0)
+        found: Counter[str] = Counter()
+        for number in range(len(self.instances)):
+            start = first + number % self.layout.data * self.ranks
+            found.update(f"cuda:{start + rank}" for rank in range(self.ranks))
+        return found
 
     @property
     def needs(self) -> dict[str, float]:

@@ -407,8 +407,6 @@ class ModelSection:
             spot, together = spots.get(DATA, spots[""]), f"with {DATA} and {EXPERTS}"
             if ray:
                 self.file.complain(spot, f"{spot.shown}, allowed {together} is launcher local: they share memory")
-            if kind_of(group.device) == "cuda":
-                self.file.complain(spot, f"{spot.shown}, allowed {together} is device cpu, so far")
             if group.more:
                 self.file.complain(self.spots["scaling"], f"given, allowed is nothing {together}: all start together")
             if sleeps:
@@ -443,13 +441,14 @@ class ModelSection:
         for group, spots in zip(groups, self.group_spots, strict=True):
             if kind_of(group.device) != "cuda" or group.options["kv_cache_memory"] is not None:
                 continue
-            device = "cuda:0" if group.device == "cuda" else group.device
-            shares.gpus[device] += len(group.instances) * group.options["gpu_memory_utilization"]
-            if shares.gpus[device] > 1 + 1e-9:
-                spot = spots.get("gpu-memory-utilization", spots.get("device", spots[""]))
-                self.file.complain(
-                    spot, f"the shares of {device} add up to {shares.gpus[device]:g}, allowed is at most 1 in all"
-                )
+            for device, instances in group.gpus.items():
+                shares.gpus[device] += instances * group.options["gpu_memory_utilization"]
+                if shares.gpus[device] > 1 + 1e-9:
+                    spot = spots.get("gpu-memory-utilization", spots.get("device", spots[""]))
+                    self.file.complain(
+                        spot, f"the shares of {device} add up to {shares.gpus[device]:g}, allowed is at most 1 in all"
+                    )
+                    break
 
 
 def _with_policy(group: Group, local_policy: str) -> Group:

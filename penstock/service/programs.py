@@ -87,7 +87,7 @@ def _plan_model(
         name = names.get(instance, instance)
         settings, more = _engine(deployment, group, name, folder, doors[number] if doors else None, master is not None)
         settings["options"] = engine_fields(group, number)
-        if group.layout.meets:
+        if group.layout.data > 1 and deployment.ray is None:
             settings["options"] |= way_of(group, instance, folder)
         yield program(name, "engine", settings, starts=instance not in group.spares, **more)
     settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}

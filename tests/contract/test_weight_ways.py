@@ -21,10 +21,11 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.engines import Collector, make_engine, make_request
 from tests.helpers.links import NEEDS_MOONCAKE
 from tests.helpers.waiting import eventually
-from tests.helpers.weight_giver import SECRET, givers, make_small
+from tests.helpers.weight_giver import SECRET, be_another_host, givers, make_small
 
-NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-MARKS = {"mooncake": [NEEDS_MOONCAKE], "nccl": [NEEDS_TWO_GPUS]}
+GPUS = torch.cuda.device_count()
+NEEDS_GPU = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+MARKS = {"mooncake": [NEEDS_MOONCAKE], "nccl": [NEEDS_GPU]}
 PAIR_WAYS = get_args(PairWay)
 WAYS = [pytest.param(way, marks=MARKS.get(way, [])) for part in get_args(Way) for way in get_args(part) or [part]]
 PAIRS = [way for way in WAYS if way.values[0] in PAIR_WAYS]  # of the others tests/engine/test_weights.py has more
@@ -34,6 +35,8 @@ SENT = [way for way in WAYS if way.values[0] not in ("map", "mooncake")]  # bloc
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     make_small(monkeypatch)
+    if GPUS == 1:
+        be_another_host(monkeypatch, "receiver")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def ask(checkpoint, way, *sources, secret=SECRET, maps=True):
     """Load a model; its manager has nothing to give. Returns what was loaded."""
     mooncake, by = "127.0.0.1" if way == "mooncake" else "", way if way in PAIR_WAYS else ""
     manager = WeightManager([], sources, secret, None, mooncake, pair=by)
-    manager.place = torch.device("cuda:1" if way == "nccl" else "cpu")
+    manager.place = torch.device(f"cuda:{GPUS - 1}" if way == "nccl" else "cpu")
     if not maps:
         manager.__class__ = OnDevice
     return load(checkpoint, manager.place, peers=manager)

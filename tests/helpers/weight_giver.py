@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 BLOCK = 16 << 10
@@ -30,6 +31,16 @@ def make_small(monkeypatch) -> None:
 
     monkeypatch.setattr(wire, "BLOCK", BLOCK)
     monkeypatch.setattr(Decoder.bound_logits, "__defaults__", (0, None))
+
+
+def be_another_host(monkeypatch, name: str) -> None:
+    """To NCCL, which has two processes on one GPU only where it takes them to be on two hosts."""
+    from penstock.engine import weights
+    from penstock.transfer import pair
+
+    monkeypatch.setenv("NCCL_HOSTID", name)
+    for room in (weights, pair):
+        monkeypatch.setattr(room, "gpu_of", lambda _: name)
 
 
 @contextlib.contextmanager
@@ -66,6 +77,8 @@ def main(
     from penstock.transfer import weights as wire
 
     preset_nccl()
+    if torch.cuda.device_count() == 1:
+        be_another_host(pytest.MonkeyPatch(), "giver")
     wire.BLOCK = BLOCK
     if not maps:
         WeightManager.maps = False  # type: ignore[assignment, method-assign]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import mmap
+import os
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import torch
 
-from penstock.core.parallel import Layout
+from penstock.core.parallel import Layout, Place
 from penstock.engine.executor.groups import GroupMemory
+from penstock.engine.options import EngineOptions, rank_device
 from penstock.nn.helpers import Places
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import DevicePipe, DistributedRanks, Pipe, Ranks, SharedMemoryPipe, SharedMemoryRanks
+from penstock.nn.streams import Stream
 
 # Of plans that all ranks have read: as many are in flight as there are stages, or two, and one is being written. The
 # memory is found when it is used.
@@ -80,7 +86,8 @@ class Exchanges:
         ranks: those that share this one's layers; None where it is alone.
         before, after: pipes to the same shard of the stages beside its own; None where there is none.
         on_host: as `ranks`, but through this machine's memory whatever the device is.
-        expert_ranks: the same ranks as `ranks`, for what their experts make; None where they have no whole ones.
+        expert_ranks: for what experts make, the same ranks as `ranks`, or those of all groups of a stage; None where
+            they have no whole ones.
 
     Args:
         memory: shared by all, `bytes_for(layout)` of it, zeros at first.
@@ -103,15 +110,20 @@ class Exchanges:
                 self.on_host = SharedMemoryRanks(memory, shard, layout.tensor, parent, self._start(stage))
         self.ranks: Ranks | None = self.on_host
         self.expert_ranks: Ranks | None = self._of_experts(stage, shard, parent) if _meets(layout) else None
+        if groups is not None:
+            self.expert_ranks = groups.ranks(stage, shard, parent)
+        self._device: torch.device | None = None
         self.before = self._pipe(stage - 1, shard, rank - layout.tensor) if stage > 0 else None
         self.after = self._pipe(stage, shard, rank + layout.tensor) if stage < layout.pipeline - 1 else None
 
     @property
     def shard(self) -> Shard:
         layout, (_, stage, shard) = self.layout, self.place
-        experts = Shard(shard, layout.tensor, self.expert_ranks) if self.expert_ranks is not None else None
+        experts, stream = None, Stream(device=self._device)
         if self._groups is not None:
-            experts = self._groups.experts(stage, shard, self._parent)
+            experts = self._groups.experts(stage, shard, self.expert_ranks, stream)
+        elif self.expert_ranks is not None:
+            experts = Shard(shard, layout.tensor, self.expert_ranks, stream=stream)
         return Shard(shard, layout.tensor, self.ranks, experts, stage=stage, stages=layout.pipeline)
 
     @property
@@ -150,30 +162,48 @@ class Exchanges:
         start = self._start(self.layout.pipeline) + number * SharedMemoryPipe.bytes_for()
         return SharedMemoryPipe(self._memory, start, self.world, other)
 
-    def on(self, device: torch.device, meeting: str) -> Exchanges:
-        """The same for a model on such a device; ranks of CUDA devices wait here for each other. Once in a process.
+    def on(self, device: torch.device, options: EngineOptions, meeting: str) -> Exchanges:
+        """The same for a model on such devices; ranks of CUDA devices wait here for each other, in all groups. Once in
+        a process.
 
         Args:
+            device: rank 0's.
             meeting: path of a file that is not there, by which these find each other.
         """
         if device.type == "cpu":
             return self
         from torch import distributed
 
-        rank, size = self.world.rank, self.world.size
-        torch.cuda.set_device(rank)
-        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=size)
-        for first in range(0, size, self.layout.tensor):
-            members = [*range(first, first + self.layout.tensor)]
-            group = distributed.new_group(members)  # which all ranks make together
-            if rank in members and self.on_host is not None:
-                self.ranks = DistributedRanks(members, rank, self.on_host, group)
-                if self.expert_ranks is not None:
-                    self.expert_ranks = self.ranks
-        here = torch.device("cuda", rank)
-        self.before = None if self.before is None else DevicePipe(here, rank - self.layout.tensor)
-        self.after = None if self.after is None else DevicePipe(here, rank + self.layout.tensor)
+        layout, (_, stage, shard) = self.layout, self.place
+        groups, group = (1, 0) if self._groups is None else (layout.data, self._groups.group)
+        number = layout.rank(Place(group, stage, shard))
+        here = self._device = rank_device(options, device, self.world.rank)
+        torch.cuda.set_device(here)
+        if options.one_device:
+            os.putenv("NCCL_HOSTID", f"rank-{number}")
+        size = groups * layout.group_size
+        distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=number, world_size=size)
+        stages = [(of, at) for of in range(groups) for at in range(layout.pipeline)]
+        shards = [[layout.rank(Place(*each, i)) for i in range(layout.tensor)] for each in stages]
+        self.ranks = self._joined(number, shards, self.on_host)
+        if self.expert_ranks is not None:
+            by_stage = [[*chain(*shards[at :: layout.pipeline])] for at in range(layout.pipeline)]
+            self.expert_ranks = self._joined(number, by_stage, self.expert_ranks.on_host)
+        self.before = None if self.before is None else DevicePipe(here, number - layout.tensor)
+        self.after = None if self.after is None else DevicePipe(here, number + layout.tensor)
         return self
+
+    def _joined(self, number: int, sets: Sequence[Sequence[int]], host: SharedMemoryRanks | None) -> Ranks | None:
+        """The set that a rank is in, of such that all ranks make together; None where each is alone."""
+        from torch import distributed
+
+        joined: Ranks | None = None
+        for members in sets if len(sets[0]) > 1 else ():
+            group: Any = distributed.new_group(list(members))
+            if number in members:
+                assert host is not None
+                joined = DistributedRanks(members, number, host, group)
+        return joined
 
     def fail(self, rank: int) -> None:
         """It has failed: every wait ends, on all ranks. From any thread."""

@@ -29,8 +29,8 @@ from penstock.core.wire.rank import MAX_MESSAGE, FromGroup, Joins, Leaves, Refus
 from penstock.engine.options import EngineOptions
 from penstock.nn.helpers import Helpers, Places
 from penstock.nn.linear import Shard
-from penstock.nn.ranks import PAGE, SharedMemoryRanks
-from penstock.nn.streams import Turns
+from penstock.nn.ranks import PAGE, Ranks, SharedMemoryRanks
+from penstock.nn.streams import Stream, Turns
 from penstock.sched.local.speculation import make_speculation
 
 log = logging.getLogger("penstock.engine")
@@ -101,7 +101,7 @@ class GroupMemory:
         """A rank of this group among those of all that have the same layers and heads."""
         layout, size = self._layout, Helpers.bytes_for(self._layout.data)
         start = self._words_at + _word_bytes(layout) + (stage * layout.tensor + shard) * size
-        ranks = self._ranks(stage, self.group * layout.tensor + shard, parent)
+        ranks = self.ranks(stage, shard, parent)
         return Places(self._memory, start, self.group, layout.data, ranks, layout.tensor, shard, self.copied)
 
     def copies(self, group: int) -> memoryview:
@@ -109,12 +109,20 @@ class GroupMemory:
         end = self.bytes_for(self._options) - (self._layout.data - 1 - group) * self._copies
         return memoryview(self._memory)[end - self._copies : end]
 
-    def experts(self, stage: int, shard: int, parent: int = 0) -> Shard:
+    def ranks(self, stage: int, shard: int, parent: int = 0) -> SharedMemoryRanks:
         """A rank of this group among all that share a stage's experts."""
+        return self._ranks(stage, self.group * self._layout.tensor + shard, parent)
+
+    def experts(self, stage: int, shard: int, ranks: Ranks | None, stream: Stream) -> Shard:
+        """What such a rank has of the experts.
+
+        Args:
+            ranks, stream: by which they exchange.
+        """
         number, size = self.group * self._layout.tensor + shard, self._layout.expert_ranks
         words = self._turns[stage * size : (stage + 1) * size]
         turns = Turns(words, number) if self._options.enable_dbo else None
-        return Shard(number, size, self._ranks(stage, number, parent), apart=True, turns=turns)
+        return Shard(number, size, ranks, stream=stream, apart=True, turns=turns)
 
     def _ranks(self, stage: int, number: int, parent: int = 0) -> SharedMemoryRanks:
         size = self._layout.expert_ranks
@@ -165,6 +173,12 @@ class Groups:
         self._left: set[int] = set()
         self._over = threading.Event()
         self._closing = False
+
+    @property
+    def meeting(self) -> str:
+        """Path of a file by which all ranks find each other, which no others have had."""
+        first = self._joins.process if self._group == 0 else self._links[0][0]
+        return f"{self._door}.{first}"
 
     # --- until all are there
 

@@ -143,8 +143,9 @@ class RankProcesses:
         peers: WeightManager | None = None,
         groups: Groups | None = None,
     ) -> None:
-        self._device, self._peers, self.groups = device, peers, groups
-        self._meeting = f"{tempfile.gettempdir()}/penstock-ranks-{secrets.token_hex(8)}"  # made where it is used
+        self._options, self._device, self._peers, self.groups = options, device, peers, groups
+        alone = f"{tempfile.gettempdir()}/penstock-ranks-{secrets.token_hex(8)}"
+        self._meeting = alone if groups is None else groups.meeting  # made where it is used
         self._layout = layout = options.layout
         fd = os.memfd_create("penstock-ranks", os.MFD_CLOEXEC)
         os.ftruncate(fd, Desk.bytes_for(layout))
@@ -188,7 +189,7 @@ class RankProcesses:
 
     def join(self) -> Exchanges:
         """What rank 0's model exchanges with the others."""
-        return self.exchanges.on(self._device, self._meeting)
+        return self.exchanges.on(self._device, self._options, self._meeting)
 
     @property
     def can_settle(self) -> bool:

@@ -97,7 +97,7 @@ def run(settings: dict[str, Any], link: socket.socket, stack: ExitStack) -> None
     import torch
 
     from penstock.engine.executor.plans import Answer, PlanDecoder, encode_answer
-    from penstock.engine.options import EngineOptions, device_of
+    from penstock.engine.options import EngineOptions, engine_device
     from penstock.engine.weights import WeightManager, pass_to_rank_0
     from penstock.engine.worker import Worker
     from penstock.nn import native
@@ -118,7 +118,7 @@ def run(settings: dict[str, Any], link: socket.socket, stack: ExitStack) -> None
         own = [f"{told.own}.{settings['rank']}", *([told.public] if told.public else [])] if told.pair else []
         peers = WeightManager.of(told, own, partial(pass_to_rank_0, link))
         stack.callback(peers.close)
-    worker = Worker(options, others.on(device_of(options.device), settings["meeting"]), peers=peers)
+    worker = Worker(options, others.on(engine_device(options), options, settings["meeting"]), peers=peers)
     if worker.experts is not None:
         worker.experts.tell = partial(answer_rank_0, link)
     link.send(encode(Loaded(worker.room())))
