@@ -46,6 +46,9 @@ log = logging.getLogger("penstock.server")
 MOST_PATIENCE = 60.0  # upper bound of the seconds that requests wait for an engine to restart
 READABLE_HEADERS = ("x-request-id", "retry-after", "x-penstock-ignored-fields")  # for pages of other origins
 CLOSING_SECONDS = 5  # to send the remaining output once every request has ended
+KEEP_ALIVE = (
+    120  # seconds that a connection may be idle: longer than clients keep theirs, which lose a request otherwise
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -525,6 +528,7 @@ def _http_server(app: Any, options: ServerOptions, link: socket.socket | None, t
         access_log=False,
         server_header=False,
         proxy_headers=False,  # client addresses are not used
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
     config.load()

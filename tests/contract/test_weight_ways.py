@@ -65,7 +65,7 @@ def ask(checkpoint, way, *sources, secret=SECRET, maps=True):
     """Load a model; its manager has nothing to give. Returns what was loaded."""
     mooncake, by = "127.0.0.1" if way == "mooncake" else "", way if way in PAIR_WAYS else ""
     manager = WeightManager([], sources, secret, None, mooncake, pair=by)
-    manager.place = torch.device(f"cuda:{GPUS - 1}" if way == "nccl" else "cpu")
+    manager.place = place(way)
     if not maps:
         manager.__class__ = OnDevice
     return load(checkpoint, manager.place, peers=manager)
@@ -75,16 +75,20 @@ class OnDevice(WeightManager):
     maps = False
 
 
+def place(way):
+    return torch.device(f"cuda:{GPUS - 1}" if way == "nccl" else "cpu")
+
+
 def same(ours, theirs):
     mine, others = parts(ours), parts(theirs)
-    return mine.keys() == others.keys() and all(torch.equal(mine[name].cpu(), others[name].cpu()) for name in mine)
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits(way, checkpoint, start):
     loaded = ask(checkpoint, way, *start(way, first=""))
     assert (loaded.source, loaded.image.giver, loaded.image.way) == (way, "first", way)
-    assert same(loaded.model, load(checkpoint, torch.device("cpu")).model)
+    assert same(loaded.model, load(checkpoint, place(way)).model)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,7 +98,7 @@ def test_a_tensor_that_has_changed_is_noticed_and_the_next_source_taken(way, che
     assert "weights do not come from bad" in caplog.text
     assert "others are asked: block " in caplog.text
     assert "is corrupt" in caplog.text
-    assert same(loaded.model, load(checkpoint, torch.device("cpu")).model)
+    assert same(loaded.model, load(checkpoint, place(way)).model)
 
 
 @pytest.mark.parametrize("happens", ["dies", pytest.param("stops", marks=pytest.mark.slow)])
@@ -107,7 +111,7 @@ def test_a_source_that_fails_in_the_middle_is_left_for_the_next(way, happens, ch
     loaded = ask(checkpoint, way, *start(way, one=happens, two=""))
     assert (loaded.source, loaded.image.giver) == (way, "two")
     assert "weights do not come from one" in caplog.text
-    assert same(loaded.model, load(checkpoint, torch.device("cpu")).model)
+    assert same(loaded.model, load(checkpoint, place(way)).model)
 
 
 @pytest.mark.parametrize("way", PAIRS)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from penstock.core.errors import RankFailed
 from penstock.sched.parallel.micro_batches import MicroBatches
 from tests.engine.test_groups import asked, build, tokens
 from tests.helpers.checkpoints import write_checkpoint
@@ -76,6 +77,10 @@ def compute(requests):
     return tokens(BUILT["own"], requests)
 
 
+def close():
+    BUILT.pop("own").close()
+
+
 def splits():
     return BUILT["own"].engine.executor.expert_load.splits
 
@@ -107,3 +112,31 @@ def test_every_layout_computes_the_tokens_of_one_rank(folders, tmp_path, process
 def _on_each(pools, requests):
     found = [pool.submit(compute, own) for pool, own in zip(pools, requests, strict=True)]
     return [each.result(120) for each in found]
+
+
+def test_an_engine_that_was_closed_or_has_lost_a_rank_can_be_started_anew(folders, processes):
+    (pool,) = processes(1)
+    sizes = {"tensor_parallel_size": 2, "one_device": COUNT < 2}
+    found = []
+    for lost in (False, True, False):
+        pool.submit(begin, folders["qwen3"], False, sizes).result(120)
+        found.append(pool.submit(lose if lost else compute, asked(0)).result(120))
+        pool.submit(close).result(60)
+    assert found[0] == found[2]
+    assert "was killed by SIGKILL" in found[1]
+
+
+def lose(requests):
+    """The other rank, in the middle of requests. Returns what is said of it."""
+    built = BUILT["own"]
+    (other,) = built.engine.executor._others.others
+    for request in requests:
+        built.engine.add(request)
+    for _ in range(3):
+        built.engine.step()
+    other.process.kill()
+    try:
+        while True:
+            built.engine.step()
+    except RankFailed as error:
+        return str(error)

@@ -231,7 +231,7 @@ def test_a_step_on_a_cpu_may_take_half_a_second(checkpoint, asked, most):
 
 
 def test_build_sizes_and_finds_its_budget(checkpoint):
-    built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
+    built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8, device="cpu"), SystemClock())
     engine, runner = built.engine, built.runner
     limits = engine.scheduler.limits
     assert limits.max_model_len == 1024
@@ -261,7 +261,7 @@ def test_int8_kv_takes_the_bytes_of_its_values_and_scales(checkpoint, dtype, wid
 @pytest.mark.parametrize(("in_place", "mode"), [(True, "table"), (False, "contiguous")])
 def test_ranges_where_attention_gains_by_them(checkpoint, monkeypatch, in_place, mode):
     monkeypatch.setattr("penstock.engine.worker.reads_in_place", lambda device, dtype: in_place)
-    built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8), SystemClock())
+    built = build_engine(EngineOptions(model=str(checkpoint), max_num_seqs=8, device="cpu"), SystemClock())
     assert built.runner.cache.address_mode == mode
     built.close()
 
@@ -292,7 +292,8 @@ def test_engines_that_rotate_otherwise_share_no_kv(tmp_path):
 
 
 def test_layers_with_and_without_a_window_are_in_no_range(tmp_path):
-    options = EngineOptions(model=str(write_checkpoint(tmp_path, "gemma3")), max_num_seqs=8, max_model_len=1024)
+    way = {"max_num_seqs": 8, "max_model_len": 1024, "device": "cpu"}
+    options = EngineOptions(model=str(write_checkpoint(tmp_path, "gemma3")), **way)
     with pytest.raises(ConfigError, match="kv-address-mode: 'contiguous', for a model of which only some layers have"):
         build_engine(replace(options, kv_address_mode="contiguous"), SystemClock())
     with closing(build_engine(options, SystemClock())) as built:
@@ -333,9 +334,9 @@ def test_layers_with_and_without_a_window_are_in_no_range(tmp_path):
     ],
 )
 def test_bad_options_name_the_flag(checkpoint, changes, says):
-    options = EngineOptions(**{"model": str(checkpoint), "max_num_seqs": 8, "max_num_batched_tokens": 64, **changes})
+    usual = {"model": str(checkpoint), "max_num_seqs": 8, "max_num_batched_tokens": 64, "device": "cpu"}
     with pytest.raises(ConfigError, match=says):
-        build_engine(options, SystemClock())
+        build_engine(EngineOptions(**usual | changes), SystemClock())
 
 
 def test_the_smallest_cache_is_one_block(checkpoint):

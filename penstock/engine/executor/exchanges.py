@@ -7,9 +7,11 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from penstock.core.parallel import Layout, Place
 from penstock.engine.executor.groups import GroupMemory
@@ -113,6 +115,7 @@ class Exchanges:
         if groups is not None:
             self.expert_ranks = groups.ranks(stage, shard, parent)
         self._device: torch.device | None = None
+        self._distributed, self._lock = False, Lock()
         self.before = self._pipe(stage - 1, shard, rank - layout.tensor) if stage > 0 else None
         self.after = self._pipe(stage, shard, rank + layout.tensor) if stage < layout.pipeline - 1 else None
 
@@ -164,7 +167,7 @@ class Exchanges:
 
     def on(self, device: torch.device, options: EngineOptions, meeting: str) -> Exchanges:
         """The same for a model on such devices; ranks of CUDA devices wait here for each other, in all groups. Once in
-        a process.
+        a process until they have failed.
 
         Args:
             device: rank 0's.
@@ -179,6 +182,7 @@ class Exchanges:
         number = layout.rank(Place(group, stage, shard))
         here = self._device = rank_device(options, device, self.world.rank)
         torch.cuda.set_device(here)
+        os.putenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # which ends a process where another one has ended
         if options.one_device:
             os.putenv("NCCL_HOSTID", f"rank-{number}")
         size = groups * layout.group_size
@@ -191,6 +195,7 @@ class Exchanges:
             self.expert_ranks = self._joined(number, by_stage, self.expert_ranks.on_host)
         self.before = None if self.before is None else DevicePipe(here, number - layout.tensor)
         self.after = None if self.after is None else DevicePipe(here, number + layout.tensor)
+        self._distributed = True
         return self
 
     def _joined(self, number: int, sets: Sequence[Sequence[int]], host: SharedMemoryRanks | None) -> Ranks | None:
@@ -206,12 +211,17 @@ class Exchanges:
         return joined
 
     def fail(self, rank: int) -> None:
-        """It has failed: every wait ends, on all ranks. From any thread."""
+        """It has failed: every wait ends, on all ranks. What this one's device has of their exchanges is nothing then.
+        From any thread."""
         self.world.fail(rank)
         for members in (*self._stage_sets, *self._expert_sets):
             members.fail(rank)
         if self._groups is not None:
             self._groups.fail()
+        with self._lock:
+            if self._distributed:
+                self._distributed = False
+                _abort_process_group()
 
     @cached_property
     def _stage_sets(self) -> list[SharedMemoryRanks]:

@@ -26,9 +26,6 @@ class Others(Protocol):
     """The other ranks, as `RankProcesses` has them."""
 
     @property
-    def can_settle(self) -> bool: ...
-
-    @property
     def expert_load(self) -> ExpertLoad: ...
 
     def post(self, plan: StepPlan) -> StepPlan: ...
@@ -168,8 +165,7 @@ class PipelineExecutor:
             with suppress(RankFailed, ConfigError):  # then nobody is to wait for this one
                 self._others.expect_alive()
                 self._groups.leave()
-        if self._others.can_settle:
-            self._thread.settle()
+        self._thread.settle()
         self._close()
 
     def counts(self) -> dict[str, int]:
@@ -184,6 +180,7 @@ class PipelineExecutor:
         began, own = self._clock.now(), self._own
         try:
             result = own.run(plan)
+            self._others.expect_alive()  # else a device has what ranks that are no more have sent it
         except BaseException as error:
             self._others.fail(0, RankFailed(f"rank 0 has failed: {type(error).__name__}: {error}"))
             raise

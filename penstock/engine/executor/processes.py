@@ -191,11 +191,6 @@ class RankProcesses:
         """What rank 0's model exchanges with the others."""
         return self.exchanges.on(self._device, self._options, self._meeting)
 
-    @property
-    def can_settle(self) -> bool:
-        """Whether a step ends when a rank has failed: NCCL waits for it for ever."""
-        return self.failure is None or self._device.type == "cpu"
-
     def room(self) -> int:
         """Wait until all have loaded their weights. Returns the bytes that the part of the KV cache of the one with the
         least room may take. Raises RankFailed or ConfigError."""
@@ -516,8 +511,7 @@ class ProcessExecutor:
         self._own.settle()
 
     def close(self) -> None:
-        if self._others.can_settle:
-            self._own.close()
+        self._own.close()
         self._close()
 
     def counts(self) -> dict[str, int]:
@@ -570,10 +564,13 @@ class _Together:
 
     def result(self) -> Ran:
         try:
-            return self._own.result()
+            ran = self._own.result()
+            self._others.expect_alive()  # else a device has what ranks that are no more have sent it
+            return ran
         except BaseException as error:
+            lost = self._others.failure is not None
             if isinstance(error, Exception) or not self._beside:
                 self._others.fail(0, RankFailed(f"rank 0 has failed: {type(error).__name__}: {error}"))
-            if isinstance(error, RankFailed):
+            if isinstance(error, RankFailed) or (lost and isinstance(error, Exception)):
                 self._others.expect_alive()  # which says more of it
             raise
