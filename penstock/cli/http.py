@@ -245,7 +245,7 @@ class Site:
         await frontend.wait_ready()
         collect_rarely()
         took = frontend.clock.now() - self.began
-        frontend.engine_client.patience = min(max(PATIENCE, 4 * took), MOST_PATIENCE)
+        frontend.engine_client.dispatcher.patience = min(max(PATIENCE, 4 * took), MOST_PATIENCE)
         where = join_host_port(*self.listener.getsockname()[:2])
         scheme = "http" if self.options.ssl_certfile is None else "https"
         log.info("ready: %s on %s://%s%s/v1", frontend.served_names[0], scheme, where, self.options.root_path)

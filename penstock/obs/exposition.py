@@ -10,8 +10,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from penstock.obs.fleet_metrics import PREFIX
-from penstock.obs.metrics import VLLM, WAITS, Compat, Metrics
+from penstock.obs.engine_metrics import WAITS
+from penstock.obs.families import PREFIX
+from penstock.obs.metrics import VLLM, Compat, Metrics
 
 VLLM_PREFIX = "vllm:"
 

@@ -8,7 +8,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-PREFIX = "penstock:"  # of the names of all metrics
+from penstock.obs.families import PREFIX
+
 SAME = "; of the deployment, as its master counts"  # in their help
 
 

@@ -102,7 +102,7 @@ class _Model:
         frontend = self.frontend
         if not frontend.ready:
             return 0
-        work = frontend.engine_client.offline
+        work = frontend.offline
         waiting = work.queued + max(0, self.flying - work.held)  # and those that are not even tokenised
         instances = sum(state["state"] == "ready" for state in frontend.instance_states())
         now = frontend.clock.now()

@@ -39,12 +39,14 @@ from penstock.obs.logs import Format
 from penstock.obs.metrics import Metrics
 from penstock.sched.steptime import StepTime
 from penstock.service.checkpoint import GenerationDefaults
+from penstock.service.dispatcher import Instance
 from penstock.service.embedding import LAST_TOKEN, EmbeddingDefaults
-from penstock.service.engine_client import TICK, EngineClient, Instance
+from penstock.service.engine_client import TICK, EngineClient
 from penstock.service.flight import Flight
 from penstock.service.generation import Generation
 from penstock.service.history import shown_time
 from penstock.service.intake import ModelLimits, make_embedding, make_sequences
+from penstock.service.queue import OfflineWork
 from penstock.service.request_recorder import RequestRecorder
 from penstock.text import grammar
 from penstock.text.dialect import PLAIN, Dialect
@@ -104,6 +106,7 @@ class Frontend:
         self.embedding = embedding
         self.created = int(time.time())
         self.engine_client = engine_client
+        self._dispatcher = engine_client.dispatcher
         self.metrics = metrics
         self.clock = clock
         self.log_format = log_format
@@ -170,7 +173,7 @@ class Frontend:
             return "the server is shutting down"
         now = self.clock.now()
         if any(instance.up(now) for instance in self._instances):
-            return self.engine_client.trouble
+            return self._dispatcher.trouble
         troubles = {i.name: i.trouble(now) for i in self._instances if i.trouble(now)}
         if len(troubles) == len(self._instances) and len(set(troubles.values())) == 1:  # one cause for all
             return next(iter(troubles.values()))
@@ -197,8 +200,8 @@ class Frontend:
             "at": shown_time(time.time()),
             "model": self.served_names[0],
             "frontend": {
-                "sequences": len(self.engine_client.flights),
-                "queued_tokens": self.engine_client.queued_tokens,
+                "sequences": self._dispatcher.queue.held,
+                "queued_tokens": self._dispatcher.queue.tokens,
                 "generated_tokens": self.metrics.generated_tokens,
                 "attainment": self.metrics.attainment(),
                 "latency": self.metrics.latency(),
@@ -472,7 +475,7 @@ class Frontend:
                     self.metrics.observe_structured(params.structured_outputs.kind)
                 made.append([Flight(generation, s, arrival, level.chat, first + j) for j, s in enumerate(sequences)])
             for flights in made:
-                self.engine_client.add(flights)
+                self._dispatcher.add(flights)
                 self._find_places(flights)
         except BaseException:
             generation.cancel()
@@ -488,8 +491,8 @@ class Frontend:
 
     def _find_places(self, flights: Sequence[Flight[Generation]]) -> None:
         request = flights[0].request  # the others have the same prompt
-        if not self.engine_client.wants_keys or len(request.prompt) < BLOCK_TOKENS or request.reads_all:
-            self.engine_client.find_places(flights)
+        if not self._dispatcher.wants_keys or len(request.prompt) < BLOCK_TOKENS or request.reads_all:
+            self._dispatcher.find_places(flights)
             return
         root = salted(self._said[0].root_key, request.cache_salt)
         if len(request.prompt) <= AT_ONCE:
@@ -510,7 +513,7 @@ class Frontend:
             InvalidRequest: it has more sequences than are ever held.
             Overloaded: the queue is full for it.
         """
-        count, queued = len(self.engine_client.flights), self.engine_client.queued_tokens
+        count, queued = self._dispatcher.queue.held, self._dispatcher.queue.tokens
         sequences = len(prompts) * outputs
         if sequences > self._max_requests:
             field = "n" if outputs > 1 else "prompt"
@@ -543,21 +546,26 @@ class Frontend:
         return CACHES_QUEUED * BLOCK_TOKENS * sum(said.num_blocks for said in self._said)
 
     @property
+    def offline(self) -> OfflineWork:
+        """What is held of offline work."""
+        return self._dispatcher.queue.offline
+
+    @property
     def offline_room(self) -> int:
         """Sequences of batches that may be added: half of what may be held is left to others."""
-        engine_client = self.engine_client
-        if 2 * engine_client.queued_tokens > self._queue_limit:
+        queue = self._dispatcher.queue
+        if 2 * queue.tokens > self._queue_limit:
             return 0
-        return self._max_requests // 2 - len(engine_client.flights)
+        return self._max_requests // 2 - queue.held
 
     def _seconds_until(self, ends: int) -> float:
         """Seconds until all queued prompts have their first token and so many sequences have ended, by the measured
         rates, or by predicted ones when nothing was measured."""
-        now, engine_client = self.clock.now(), self.engine_client
-        prefilling = engine_client.prefill_rate.rate(now) or sum(_predicted_rate(said) for said in self._said)
-        completing = engine_client.completion_rate.rate(now)
+        now, queue = self.clock.now(), self._dispatcher.queue
+        prefilling = queue.prefill_rate.rate(now) or sum(_predicted_rate(said) for said in self._said)
+        completing = queue.completion_rate.rate(now)
         seconds = max(
-            engine_client.queued_tokens / prefilling if prefilling else 1.0,
+            queue.tokens / prefilling if prefilling else 1.0,
             ends / completing if completing else 1.0,
         )
         return min(max(1.0, seconds), MOST_SECONDS)
@@ -569,11 +577,11 @@ class Frontend:
     def _place(self, sequences: Sequence[Flight[Generation]], keys: list[bytes]) -> None:
         for flight in sequences:
             flight.keys = keys
-        self.engine_client.find_places(sequences)
+        self._dispatcher.find_places(sequences)
 
     def release(self, sequence_ids: Sequence[str]) -> None:
         """Remove sequences and cancel them at the engines."""
-        self.engine_client.release(sequence_ids)
+        self._dispatcher.release(sequence_ids)
 
 
 def _predicted_rate(said: Ready) -> float:

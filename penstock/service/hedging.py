@@ -33,7 +33,7 @@ Remedy = Literal["keep", "leave", "hedge"]
 
 
 class Seen(Protocol):
-    """What is known of an instance; see `engine_client.Instance`."""
+    """What is known of an instance; see `dispatcher.Instance`."""
 
     @property
     def ready(self) -> Ready | None: ...

@@ -1,21 +1,24 @@
-"""Sequences that wait for a place at the master, and recent rates. Under overload ten thousands wait,
-so little here goes through them all."""
+"""Sequences that wait, at the master for a place and at a frontend for their first token, and recent rates. Under
+overload ten thousands wait, so little here goes through them all."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from penstock.core.wire.master import Outcome, Place, Placed
 from penstock.sched.cluster import Demand, Key, Rates, Resident, Tally, ViewQueue
+from penstock.service.flight import Flight
 from penstock.service.session import InstanceSession
 
 REMEMBERED = 8  # length of the history: changes for each waiting sequence, and at least MEMORY
 MEMORY = 256
 WINDOW = 10.0  # seconds
+SURE = 1.0  # seconds after which a measured rate is better than the last one
 TALLIED = 0.1  # seconds of a tally
 TALLIES = 1200  # that are kept for whoever asks for them
 
@@ -201,3 +204,111 @@ class RateWindow:
                 last.attained + attained,
             )
         )
+
+
+class RateMeter:
+    """The rate of some work while there is any, over the last `WINDOW` seconds."""
+
+    def __init__(self) -> None:
+        self._done: deque[tuple[float, float]] = deque()  # when, how much
+        self._sum = 0.0
+        self._since: float | None = None  # when there began to be something to do
+        self._last = 0.0
+
+    def begin(self, now: float) -> None:
+        """Work is available. No effect if it was before."""
+        if self._since is None:
+            self._since = now
+
+    def count(self, now: float, amount: float) -> None:
+        """Count work done."""
+        self._done.append((now, amount))
+        self._sum += amount
+
+    def rest(self, now: float) -> None:
+        """No work is left."""
+        self._last = self.rate(now)
+        self._done.clear()
+        self._sum, self._since = 0.0, None
+
+    def rate(self, now: float) -> float:
+        """Per second; when there is nothing to do, of the last time that there was. 0 when nothing is known."""
+        if self._since is None:
+            return self._last
+        while self._done and self._done[0][0] < now - WINDOW:
+            self._sum -= self._done.popleft()[1]
+        elapsed = min(now - self._since, WINDOW)
+        if not self._done or (elapsed < SURE and self._last):
+            return self._last
+        return self._sum / max(elapsed, 0.1)
+
+
+@dataclass(slots=True)
+class OfflineWork:
+    """Sequences of offline work.
+
+    Attributes:
+        held: that are not over.
+        queued: of these, those whose first token has not come.
+        begun: that have left the queue, ever.
+    """
+
+    held: int = 0
+    queued: int = 0
+    begun: int = 0
+
+
+class FrontendQueue:
+    """What a frontend holds: sequences that are not over, and of these those whose first token has not come.
+
+    Attributes:
+        held: sequences.
+        tokens: of the prompts whose first token has not come.
+        offline: of the sequences, those that are offline work.
+        prefill_rate: how fast prompts get their first token, in their tokens.
+        completion_rate: how fast sequences end.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.tokens = 0
+        self.offline = OfflineWork()
+        self.prefill_rate, self.completion_rate = RateMeter(), RateMeter()
+
+    def add(self, flight: Flight[Any], now: float) -> None:
+        self.prefill_rate.begin(now)
+        self.completion_rate.begin(now)
+        flight.queued = len(flight.request.prompt)
+        self.tokens += flight.queued
+        self.held += 1
+        self.offline.held += flight.request.offline
+        self.offline.queued += flight.request.offline
+
+    def leave(self, flight: Flight[Any], now: float) -> None:
+        """Its first token has come, or it is over. No effect if it had left."""
+        self.tokens -= flight.queued
+        if flight.queued and flight.request.offline:
+            self.offline.queued -= 1
+            self.offline.begun += 1
+        if flight.queued and flight.first is not None:
+            self.prefill_rate.count(now, flight.queued)
+        flight.queued = 0
+        if not self.tokens:
+            self.prefill_rate.rest(now)
+
+    def end(self, flight: Flight[Any], now: float, *, whole: bool) -> None:
+        """It is over; `whole`: after all its tokens."""
+        self.held -= 1
+        self.offline.held -= flight.request.offline
+        self.leave(flight, now)
+        if whole:
+            self.completion_rate.count(now, 1)
+        if not self.held:
+            self.completion_rate.rest(now)
+
+    def check(self, flights: Collection[Flight[Any]]) -> None:
+        """Raise AssertionError unless it counts these."""
+        offline = [flight for flight in flights if flight.request.offline]
+        assert self.held == len(flights)
+        assert self.tokens == sum(flight.queued for flight in flights)
+        assert self.offline.held == len(offline)
+        assert self.offline.queued == sum(flight.queued > 0 for flight in offline)

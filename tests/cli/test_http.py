@@ -77,7 +77,7 @@ def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, 
         site = site_of("f", clock.now(), Endpoint("e", "ipc:///nobody"))
         (frontend,) = site.models.frontends
         frontend.clock = clock
-        at_first = frontend.engine_client.patience
+        at_first = frontend.engine_client.dispatcher.patience
 
         async def ready():
             clock.advance(took)
@@ -85,7 +85,7 @@ def test_interrupted_requests_wait_for_as_long_as_a_start_takes(took, patience, 
         monkeypatch.setattr(frontend, "wait_ready", ready)
         await site._announce(frontend)
         await site.close()
-        return at_first, frontend.engine_client.patience
+        return at_first, frontend.engine_client.dispatcher.patience
 
     assert asyncio.run(go()) == (5.0, patience)
 

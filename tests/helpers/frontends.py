@@ -138,6 +138,7 @@ def run(tokenizer, scenario, *names, ready_now=True, decode=None, later=(), told
         finally:
             await frontend.close()
         assert all(channel.closed for channel in channels.values())
+        frontend.engine_client.check()
         assert not frontend.engine_client.flights
 
     asyncio.run(asyncio.wait_for(go(), 20))

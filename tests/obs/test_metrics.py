@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.wire.engine import EngineStats, TierStats
+from penstock.obs.engine_metrics import TOTALS
 from penstock.obs.exposition import Exposition
 from penstock.obs.logs import RequestRecord
-from penstock.obs.metrics import TOTALS, Compat, Metrics
+from penstock.obs.metrics import Compat, Metrics
 
 NAMES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"),

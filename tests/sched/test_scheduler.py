@@ -655,7 +655,7 @@ def test_what_left_the_window_is_given_back(ahead, prefix_cache):
     while engine.has_work:
         engine.step()
         scheduler.check()
-        if scheduler._running and scheduler._running[0].computed > 640:
+        if scheduler._queues.running and scheduler._queues.running[0].computed > 640:
             most = max(most, scheduler.pool.used)
     assert 3 <= most <= 3 + 2 * ahead
     assert engine.out["a"] == expected(prompt, 300)
@@ -692,7 +692,7 @@ def test_of_mixed_layers_those_with_a_window_give_back_what_left_it(ahead, prefi
     while engine.has_work:
         engine.step()
         scheduler.check()
-        for sequence in scheduler._running:
+        for sequence in scheduler._queues.running:
             most = max(most, scheduler.pool.used - len(sequence.blocks) // 3)
     assert 2 * 3 <= most <= 2 * (held + ahead)
     assert engine.out["a"] == expected(prompt, 300)

@@ -90,7 +90,7 @@ class Deployment:
         self.clock = SystemClock()
         self.ready = True
         self.metrics = Metrics("m", [])
-        self.engine_client = SimpleNamespace(offline=SimpleNamespace(held=0, queued=0, begun=0))
+        self.offline = SimpleNamespace(held=0, queued=0, begun=0)
         self.asked, self.in_flight, self.most = {}, 0, 0
         self.answer = lambda body, before: OK
         self.gate = asyncio.Event()
@@ -105,7 +105,7 @@ class Deployment:
         assert asked["service_tier"] == "flex"
         before = self.asked.setdefault(asked["prompt"], [])
         before.append((tenant, request_id))
-        work = self.engine_client.offline
+        work = self.offline
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         work.held += 1

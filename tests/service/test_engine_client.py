@@ -11,8 +11,9 @@ from penstock.core.wire.master import Endpoint
 from penstock.obs.exposition import Exposition
 from penstock.obs.metrics import Metrics
 from penstock.sched.cluster import DISPATCH, Decision, Later
-from penstock.service import engine_client
-from penstock.service.engine_client import MASTER_LEARNS, TICK, EngineClient
+from penstock.service import dispatcher
+from penstock.service.dispatcher import MASTER_LEARNS
+from penstock.service.engine_client import TICK, EngineClient
 from penstock.service.events import FromFrontend
 from penstock.service.flight import Flight
 from penstock.service.master import Master
@@ -32,7 +33,7 @@ class Asker:
 
     def fail(self, error):
         self.error = error
-        self.engine_client.release([self.name])
+        self.engine_client.dispatcher.release([self.name])
 
     def routed(self, index, route, fingerprint):
         pass
@@ -69,8 +70,8 @@ class Service:
             asker = Asker(self.engine_client)
             asker.name = name
             flights = [Flight(asker, make_request(name, [1] * 500), self.clock.now())]
-            self.engine_client.add(flights)
-            self.engine_client.find_places(flights)
+            self.engine_client.dispatcher.add(flights)
+            self.engine_client.dispatcher.find_places(flights)
             askers.append(asker)
         return askers
 
@@ -94,7 +95,7 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
     async def scenario(service):
         names = [f"r{i}" for i in range(50)]
         service.add(*names)
-        service.engine_client.release(names)
+        service.engine_client.dispatcher.release(names)
         service.learn()
         await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
         assert service.questions == len(names)
@@ -106,7 +107,7 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
 
 
 def test_those_that_nobody_can_take_ask_once_and_wait_at_the_master_in_order(monkeypatch):
-    monkeypatch.setattr(engine_client, "MASTER_LEARNS", 30.0)  # a busy machine needs more than a second
+    monkeypatch.setattr(dispatcher, "MASTER_LEARNS", 30.0)  # a busy machine needs more than a second
 
     async def scenario(service):
         askers = service.add(*(f"r{i}" for i in range(500)))
@@ -155,7 +156,7 @@ def test_what_an_instance_can_take_waits_as_long_as_the_policy_wants():
         assert b'num_requests_waiting{engine="master",model_name="m"} 40.0' in Exposition([service.metrics]).render()[0]
         await asyncio.sleep(MASTER_LEARNS + 2 * TICK)
         assert not any(asker.error for asker in askers)
-        service.engine_client.release(["r39"])
+        service.engine_client.dispatcher.release(["r39"])
         dispatch.open = True
         service.add("last")
         assert [request.id for request in service.channel.enqueued()] == [

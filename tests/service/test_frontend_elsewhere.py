@@ -12,7 +12,8 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.wire.engine import Cancel, Enqueue, Failed, Leg, Migrate, Peer, Refused, Stayed, StepReport, Stopped
 from penstock.core.wire.master import Endpoint, Place, Relocate
 from penstock.kv.keys import extend_keys
-from penstock.service.engine_client import MASTER_LEARNS, SILENT_AFTER, TICK
+from penstock.service.dispatcher import MASTER_LEARNS, SILENT_AFTER
+from penstock.service.engine_client import TICK
 from penstock.service.flight import ATTEMPTS, PATIENCE
 from penstock.service.instances import ChannelLost
 from tests.helpers.frontends import collect, ids_of, lost, one, over, run, submit, value
@@ -491,7 +492,7 @@ def test_a_beam_search_goes_to_one_instance_whole_and_again_elsewhere_when_that_
         assert (sent.route, sent.request.params.n) == ([], 3)
         channels[home].say(StepReport(1, [TokenOutput(sent.request.id, [])], STATS))
         await until(lambda: frontend.engine_client.flights[sent.request.id].heard)
-        assert frontend.engine_client.queued_tokens == 0, "its prompt was prefilled"
+        assert frontend.engine_client.dispatcher.queue.tokens == 0, "its prompt was prefilled"
         channels[home].say(ChannelLost("killed"))
         await until(channels[other].enqueued)
         (again,) = [command for command in channels[other].sent if isinstance(command, Enqueue)]
@@ -541,7 +542,7 @@ def test_many_that_are_placed_without_a_master_at_once_do_not_all_go_to_the_same
             await submit(frontend, request_id=request_id)
 
         def chosen(count):
-            places = [frontend.engine_client._choose(Place("t", 1, 10, [])) for _ in range(count)]
+            places = [frontend.engine_client.dispatcher.choose(Place("t", 1, 10, [])) for _ in range(count)]
             return [placed.route[0].peer.name for placed in places]
 
         assert chosen(4) == ["b", "b", "a", "b"]

@@ -40,14 +40,14 @@ def test_the_queue_is_bounded_in_tokens_and_says_how_long_it_is(tokenizer):
             frontend.submit([[1]], SamplingParams(), request_id="b")
         clock.advance(2.0)
         channel.report(TokenOutput(first, [5]))
-        await until(lambda: frontend.engine_client.queued_tokens == 40)
+        await until(lambda: frontend.engine_client.dispatcher.queue.tokens == 40)
         clock.advance(2.0)
         with pytest.raises(Overloaded) as caught:  # 60 tokens in 4 s, and 40 of them wait
             frontend.submit([[1] * 61], SamplingParams(), request_id="b")
         assert caught.value.retry_after == pytest.approx(40 / 15)
         await submit(frontend, [1] * 60)
-        frontend.engine_client.release([second])
-        assert frontend.engine_client.queued_tokens == 60
+        frontend.release([second])
+        assert frontend.engine_client.dispatcher.queue.tokens == 60
 
     run(tokenizer, scenario)
 

@@ -1,11 +1,16 @@
 """What is measured of what came and went."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.core.wire.master import Outcome
 from penstock.sched.cluster import Tally
-from penstock.service.engine_client import WINDOW, RateMeter
-from penstock.service.queue import TALLIES, RateWindow
+from penstock.service.flight import Flight
+from penstock.service.queue import TALLIES, WINDOW, FrontendQueue, RateMeter, RateWindow
+from tests.helpers.engines import make_request
 from tests.helpers.policies import demand
 
 
@@ -53,3 +58,24 @@ def test_tallies_are_of_tenths_of_a_second_and_are_given_once():
     for now in range(10_000):
         window.arrive(float(now), demand("r", 100))
     assert len(window.take()) == TALLIES, "nobody has to take them"
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.sampled_from(["wait", "answer", "end", "drop"]))))
+def test_a_frontends_queue_has_what_is_held_and_what_waits_for_its_first_token(sent):
+    queue, flights, begun = FrontendQueue(), [], 0
+    for second, (tokens, offline, becomes) in enumerate(sent):
+        flight = Flight(None, replace(make_request(f"r{second}", [1] * tokens), offline=offline))
+        queue.add(flight, second)
+        flights.append(flight)
+        if becomes in ("answer", "end"):
+            flight.first = second + 0.5
+            queue.leave(flight, second + 0.5)
+            queue.leave(flight, second + 0.6)  # it has left
+        if becomes in ("end", "drop"):
+            flights.remove(flight)
+            queue.end(flight, second + 0.7, whole=becomes == "end")
+        queue.check(flights)
+        begun += offline and becomes != "wait"
+        assert queue.offline.begun == begun
+    assert (queue.prefill_rate.rate(len(sent)) > 0) == any(becomes in ("answer", "end") for *_, becomes in sent)
+    assert (queue.completion_rate.rate(len(sent)) > 0) == any(becomes == "end" for *_, becomes in sent)

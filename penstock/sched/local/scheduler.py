@@ -1,10 +1,5 @@
-"""Which tokens of which sequences run in the next step (continuous batching, chunked prefill, paged KV, prefix cache).
-
-A step is filled in this order: every decoding sequence gets its one token; then whatever has more tokens to compute,
-running or waiting, gets as many as the token budget still allows. In which order, and whether less than the budget is
-used, is decided by the local policy (`sched.local.policy`). A sequence that meets a shortage of blocks waits; a running
-one takes blocks from the last in rank, which goes back to waiting with its tokens, and later computes again what is no
-longer in the cache.
+"""The sequences of one engine, and which of their tokens the next step computes: continuous batching
+(`sched.local.batcher`), chunked prefill, paged KV (`kv_manager`), prefix cache, drafts.
 
 A sequence may leave for another instance after its prefill or in the middle (`migrates`), and one may come from another
 instance: blocks are set aside for it (`reserve`), filled by the transfer, and then it runs (`resume`).
@@ -13,89 +8,28 @@ instance: blocks are set aside for it (`reserve`), filled by the transfer, and t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from operator import attrgetter
 
 from penstock.core.errors import InvalidRequest, PromptTooLong
-from penstock.core.plan import BLOCK_TOKENS, Encode, SequenceStep, StepPlan, StepResult, TailCopy
+from penstock.core.plan import BLOCK_TOKENS, SequenceStep, StepPlan, StepResult
 from penstock.core.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from penstock.kv.groups import WHOLE, Windows, first_seen, stand_in
 from penstock.kv.keys import TAIL_INTERVAL
 from penstock.kv.pool import BlockPool
+from penstock.sched.local.batcher import Batcher, Queues
 from penstock.sched.local.beams import BeamGroup, check_group
-from penstock.sched.local.encodes import UNBOUNDED, Encodes, served
+from penstock.sched.local.encodes import UNBOUNDED, Encodes
 from penstock.sched.local.kv_manager import KVManager
-from penstock.sched.local.limits import Limits, OfflineChunk, SchedulerCounters
+from penstock.sched.local.limits import Limits, SchedulerCounters
 from penstock.sched.local.offload import Offload
-from penstock.sched.local.policy.base import Allowance, LocalPolicy
+from penstock.sched.local.policy.base import LocalPolicy
 from penstock.sched.local.policy.fcfs import Fcfs
 from penstock.sched.local.reservations import Reservation, Reservations
-from penstock.sched.local.sequence import Sequence, WaitingQueue, WantedBlock, standing_of
+from penstock.sched.local.sequence import Sequence, WantedBlock, standing_of
 from penstock.sched.local.speculation import Speculation
-from penstock.sched.local.steps import InFlightSteps, Measurements, all_offline
+from penstock.sched.local.steps import InFlightSteps, Measurements, StepBuilder
 from penstock.sched.steptime import StepTime
-
-_turn, _rank = attrgetter("turn"), attrgetter("rank")
-_ONLINE = (1,)  # every turn of an online sequence is less
-
-
-class StepBuilder:
-    """Builds a step's plan.
-
-    Attributes:
-        budget: tokens that are left.
-        grants: positions that each sequence goes on by.
-        fresh: blocks that each was given.
-        short: a running sequence had to give up its blocks.
-        drafts: behind the next token of each, that may be right.
-        prompt_tokens: of what it was filled with.
-        encodes: see `StepPlan`.
-
-    Args:
-        offline: tokens of prompts in it, where nothing in it is online; None where nothing bounds them.
-    """
-
-    def __init__(self, budget: int, offline: int | None = None) -> None:
-        self.budget = budget
-        self._offline = offline
-        self.grants: dict[Sequence, int] = {}
-        self.fresh: dict[Sequence, list[int]] = {}
-        self.short = False
-        self.drafts: dict[Sequence, list[int]] = {}
-        self.prompt_tokens = 0
-        self.encodes: list[Encode] = []
-
-    @property
-    def empty(self) -> bool:
-        return not (self.grants or self.encodes)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Remove a sequence from the step; call it before preempting it."""
-        if count := self.grants.pop(sequence, 0):
-            self.budget += sequence.cost(count)
-        self.fresh.pop(sequence, None)
-
-    def left_for(self, sequence: Sequence) -> int:
-        """Tokens that a prompt may have of those that are left, where everything online has what it gets."""
-        if self._offline is None or not sequence.offline or not all_offline(self.grants):
-            return self.budget
-        return min(self.budget, self._offline - sum([count for count in self.grants.values() if count > 1]))
-
-    def plan(self, released: list[str], copies: tuple[TailCopy, ...], forgotten: tuple[bytes, ...]) -> StepPlan:
-        """
-        Args:
-            released, copies, forgotten: see `StepPlan`.
-        """
-        drafts = self.drafts
-        return StepPlan(
-            tuple([s.step(count, drafts.get(s, ())) for s, count in self.grants.items()]),
-            tuple([block for blocks in self.fresh.values() for block in blocks]),
-            tuple(released),
-            copies,
-            encodes=tuple(self.encodes),
-            forgotten=forgotten,
-        )
 
 
 class Scheduler:
@@ -147,26 +81,23 @@ class Scheduler:
         self.kv = KVManager(pool, limits, prefix_cache, self._in_flight, offload, windows, tail_interval)
         self._windows = windows
         self.encodes = Encodes(media_tokens, beside=encodes_beside)
-        self._seeing: Mapping[Sequence, int] = self.encodes.starts  # of requests that are text alone nothing is there
-        self._encoding: Mapping[str, Sequence] = self.encodes.waiting  # unknown to the policy
-        self._asked: Mapping[bytes, Encode] = self.encodes.asked  # by others
         self.measurements = Measurements()
-        # a sequence is in one of these, or `ending` with the step in flight
-        self._running: list[Sequence] = []
-        self._waiting = WaitingQueue()
-        self._loading: Mapping[str, Sequence] = {} if offload is None else offload.waiting  # unknown to the policy
-        self._awaiting: dict[str, Sequence] = {}  # blocks from other instances; unknown to the policy too
-        self._migrating: dict[str, Sequence] = {}  # they only hold blocks, until another instance has them
-        self._sequences: dict[str, Sequence] = {}  # all of them
-        self._alone: dict[str, Sequence] = {}  # those of them that are to run alone
-        self._ran_alone = False  # one of these had the last step
-        self.reservations = Reservations(self.kv, root, self._running)
-        self._released: list[str] = []  # requests that have let go of their blocks since the last plan
+        loading = {} if offload is None else offload.waiting
+        self._queues = Queues(self._in_flight.ending, loading, self.encodes.waiting)
+        self.reservations = Reservations(self.kv, root, self._queues.running)
+        self._batcher = Batcher(
+            self._queues,
+            self.kv,
+            self._policy,
+            self.encodes,
+            self._in_flight,
+            self.reservations,
+            self.counters,
+            offload,
+            speculation,
+        )
         self._answered: list[Sequence] = []  # since the last plan: their token clocks are to be started
-        self._offline_chunk = OfflineChunk()
-        self._called = False  # something online came, and no step was scheduled since
         self._arrivals = 0
-        self._now = 0.0  # of the last plan
 
     @property
     def limits(self) -> Limits:
@@ -179,16 +110,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._in_flight.ending)
+        return self._queues.num_running
 
     @property
     def num_waiting(self) -> int:
         """Those that wait for blocks to be loaded or fetched, or for encodes, included."""
-        return len(self._waiting) + len(self._loading) + len(self._awaiting) + len(self._encoding)
+        return self._queues.num_waiting
 
     @property
     def num_migrating(self) -> int:
-        return len(self._migrating)
+        return len(self._queues.migrating)
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -198,8 +129,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether something runs or waits to run."""
-        waits = self._waiting or self._loading or self._awaiting or self._encoding or self._asked
-        return bool(self._running or self._in_flight.ending or waits or self.encodes.under_way)
+        queues, encodes = self._queues, self.encodes
+        return bool(queues.num_running or queues.num_waiting or encodes.asked or encodes.under_way)
 
     @property
     def held_back(self) -> bool:
@@ -218,28 +149,15 @@ class Scheduler:
             self.offload.predict_by(times)
 
     def holds(self, request_id: str) -> bool:
-        return request_id in self._sequences
+        return request_id in self._queues.sequences
 
     def sequence(self, request_id: str) -> Sequence | None:
         """A sequence by id."""
-        return self._sequences.get(request_id)
+        return self._queues.sequences.get(request_id)
 
     def tokens_due(self) -> tuple[int, int, int]:
-        """Tokens still to be computed for what waits; for what runs; and tokens that are computed and held."""
-        elsewhere = self._elsewhere
-        waiting = sum([s.pending for s in self._waiting]) + sum([s.pending for s in elsewhere])
-        held, prefill = 0, 0
-        for sequence in (*self._running, *self._in_flight.ending.values()):
-            held += sequence.computed
-            pending = sequence.pending
-            if pending > 1:
-                prefill += pending
-        return waiting, prefill, held + sum([s.computed for s in self._migrating.values()])
-
-    @property
-    def _elsewhere(self) -> tuple[Sequence, ...]:
-        """Those that wait for something else than their turn."""
-        return (*self._loading.values(), *self._awaiting.values(), *self._encoding.values())
+        """See `Queues`."""
+        return self._queues.tokens_due()
 
     def add(self, request: Request, *, migrates: bool = False, awaits: bool = False, now: float = 0.0) -> None:
         """Add a request.
@@ -264,7 +182,7 @@ class Scheduler:
         if len(request.generated) >= request.max_tokens and not embeds:
             count = len(request.generated)
             raise InvalidRequest(f"generated: {count} tokens, fewer than max_tokens={request.max_tokens} are allowed")
-        if request.id in self._sequences:
+        if request.id in self._queues.sequences:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
         if request.params.use_beam_search:
             check_group(request, self.limits, self.kv.kept_blocks(self.pool.num_blocks))
@@ -276,11 +194,11 @@ class Scheduler:
             self.offload.look_at(now)
         if awaits:
             self._policy.leave(sequence)
-            self._awaiting[request.id] = sequence
+            self._queues.awaiting[request.id] = sequence
             return
         standing = sequence.standing
-        if not self._load(sequence, (s for s in self._waiting if s.standing <= standing)):
-            self._enqueue(sequence)
+        if not self._batcher.load(sequence, (s for s in self._queues.waiting if s.standing <= standing)):
+            self._batcher.enqueue(sequence)
 
     def _make(self, request: Request, now: float) -> Sequence:
         if request.params.use_beam_search:
@@ -289,19 +207,17 @@ class Scheduler:
             sequence = Sequence(request, self._arrivals, now, self.root, self._windows)
         sequence.entered = self.counters.steps, self.counters.prompt_tokens
         self._arrivals += 1
-        self._sequences[request.id] = sequence
-        if request.alone:
-            self._alone[request.id] = sequence
+        self._queues.add(sequence)
         self._policy.join(sequence)
         return sequence
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request in any state. False when it is not here."""
-        sequence = self._sequences.pop(request_id, None)
+        queues = self._queues
+        sequence = queues.pop(request_id)
         if sequence is None:
             return False
-        self._alone.pop(request_id, None)
-        if self._awaiting.pop(request_id, None) is not None:
+        if queues.awaiting.pop(request_id, None) is not None:
             return True
         if self.offload is not None and self.offload.stop_waiting(request_id) is not None:
             return True
@@ -309,21 +225,14 @@ class Scheduler:
             return True
         self._policy.leave(sequence)
         if sequence.blocks:  # running and migrating sequences hold blocks, others do not
-            if not (self._migrating.pop(request_id, None) or self._in_flight.ending.pop(request_id, None)):
-                self._running.remove(sequence)
-            self._let_go(sequence)
+            if not (queues.migrating.pop(request_id, None) or self._in_flight.ending.pop(request_id, None)):
+                queues.running.remove(sequence)
+            self._batcher.let_go(sequence)
         else:
-            self._waiting.remove(sequence)
+            queues.waiting.remove(sequence)
         return True
 
     # --- coming from tiers below the device
-
-    def _load(self, sequence: Sequence, before: Iterable[Sequence] = ()) -> bool:
-        """Whether it waits for blocks from now on. Those `before` it come first."""
-        if not self.kv.load(sequence, self._running, before):
-            return False
-        self._policy.leave(sequence)
-        return True
 
     def stored(self, number: int, *, whole: bool = True) -> None:
         """A store has ended; see `Offload.stored`."""
@@ -349,46 +258,46 @@ class Scheduler:
         """Queue it after waiting for blocks."""
         if sequence is not None:
             self._policy.join(sequence)
-            self._enqueue(sequence)
+            self._batcher.enqueue(sequence)
 
     # --- blocks from other instances
 
     def take_in(self, request_id: str, blocks: int) -> list[WantedBlock]:
         """Of a request that `awaits` them; see `KVManager.take_in`."""
-        return self.kv.take_in(self._awaiting[request_id], blocks, self._running)
+        return self.kv.take_in(self._queues.awaiting[request_id], blocks, self._queues.running)
 
     def fetched(self, request_id: str) -> None:
         """Its blocks have come, or will not: it queues."""
-        self._queue(self._awaiting.pop(request_id, None))
+        self._queue(self._queues.awaiting.pop(request_id, None))
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether it still waits for blocks."""
-        return self._awaiting.get(sequence.id) is sequence
+        return self._queues.awaiting.get(sequence.id) is sequence
 
     # --- coming from and going to other instances
 
     def leave(self, request_id: str) -> None:
         """After its next token it runs no further until it is told to `stay`, or has `migrated`."""
-        self._sequences[request_id].migrates = True
+        self._queues.sequences[request_id].migrates = True
 
     def stay(self, request_id: str) -> None:
         """It is not handed over: it continues here."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._queues.sequences.get(request_id)
         if sequence is None:
             return
         sequence.migrates = False
-        if self._migrating.pop(request_id, None) is not None:
-            self._running.append(sequence)
-            self._called |= not sequence.offline
+        if self._queues.migrating.pop(request_id, None) is not None:
+            self._queues.running.append(sequence)
+            self._batcher.called |= not sequence.offline
 
     def migrated(self, request_id: str) -> None:
         """Another instance has taken it over: remove it."""
-        assert request_id in self._migrating
+        assert request_id in self._queues.migrating
         self.cancel(request_id)
 
     def migrating(self, request_id: str) -> bool:
         """Whether it runs no further, and waits for the end of its hand-off."""
-        return request_id in self._migrating
+        return request_id in self._queues.migrating
 
     def begin_transfer(self, sequence: Sequence, place: int) -> None:
         """One of its blocks is being sent, and does not change until that has ended."""
@@ -398,13 +307,13 @@ class Scheduler:
 
     def end_transfer(self, request_id: str) -> None:
         """Its transfer has ended. Implied when the sequence frees its blocks."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._queues.sequences.get(request_id)
         if sequence is not None:
             self.kv.end_transfer(sequence)
 
     def transferring(self) -> list[str]:
         """Requests of which blocks are being sent."""
-        return [s.id for s in self._sequences.values() if s.transferring]
+        return [s.id for s in self._queues.sequences.values() if s.transferring]
 
     def reserve(self, request: Request, sampled: Items[int] = ()) -> Reservation | None:
         """Set blocks aside for a request that comes from elsewhere; None when there is no room now. Offline sequences
@@ -419,13 +328,13 @@ class Scheduler:
         standing = standing_of(request)
         # waiting sequences come first
         chunk = self.kv.chunk
-        ahead = sum(s.missing(chunk) for s in self._waiting if s.standing <= standing)
-        offline = (s for s in self._running if s.offline and not request.offline)
-        victims = self._victims(len(reservation.coming) + ahead, hit, offline)
+        ahead = sum(s.missing(chunk) for s in self._queues.waiting if s.standing <= standing)
+        offline = (s for s in self._queues.running if s.offline and not request.offline)
+        victims = self._batcher.victims(len(reservation.coming) + ahead, hit, offline)
         if victims is None or (victims and self._in_flight.hold_back()):
             return None
         for victim in victims:
-            self._preempt(victim)
+            self._batcher.preempt(victim)
         self.reservations.add(reservation, hit)
         return reservation
 
@@ -442,7 +351,7 @@ class Scheduler:
         Args:
             spent: see `Sequence.spent`; `decode`: seconds since.
         """
-        assert reservation.request.id not in self._sequences
+        assert reservation.request.id not in self._queues.sequences
         self.reservations.open.remove(reservation)
         sequence = self._make(reservation.request, 0.0)
         sequence.tokens = reservation.tokens
@@ -458,8 +367,8 @@ class Scheduler:
         sequence.keys = reservation.keys
         sequence.published = reservation.have // sequence.groups
         sequence.cached_tokens = cached_tokens
-        self._running.append(sequence)
-        self._called |= not sequence.offline
+        self._queues.running.append(sequence)
+        self._batcher.called |= not sequence.offline
         self._answered.append(sequence)
         self.kv.publish(sequence)
         return sequence
@@ -472,128 +381,39 @@ class Scheduler:
         Args:
             delay: tells how many seconds it will be until the step can begin.
         """
-        self._now = now
+        self._batcher.now = now
         for sequence in self._answered:
             sequence.start_clock(now)
         self._answered.clear()
-        for sequence in self.encodes.arrived(now) if self._encoding else ():
+        for sequence in self.encodes.arrived(now) if self._queues.encoding else ():
             self._queue(sequence)
-        builder = self._taking_turns(delay) if self._alone else self._build(delay)
-        self.counters.prompt_tokens += builder.prompt_tokens
-        self.counters.steps += 1
-        self._called = False
+        builder = self._batcher.batch(delay)
         if builder.empty:
-            held = self._migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
-            moves = (self.offload is not None and not self.offload.idle) or self._awaiting or self.kv.pinned
-            assert held or moves or self.encodes.under_way or not self._sequences, "work waits and nothing can run"
+            assert self._stalls or not self._queues.sequences, "work waits and nothing can run"
             return StepPlan(())
         speculation = self.speculation
         prompts = builder.prompt_tokens or self.kv.copies  # one that begins inside a block may lack only its last token
         idle = speculation is not None and (speculation.hot or not prompts)
         if speculation is not None and idle and speculation.considers(builder.grants):
             self._draft(builder, speculation)
-        released, self._released = self._released, []
+        released, self._batcher.released = self._batcher.released, []
         forgotten = self.encodes.take_forgotten() if self.encodes.forgotten else ()
         plan = builder.plan(released, self.kv.take_copies() if self.kv.copies else (), forgotten)
         if speculation is not None and speculation.head is not None:
             self._ask_head(plan, speculation)
         return plan
 
-    def _build(self, delay: Callable[[], float]) -> StepBuilder:
-        """A step of all that need not run alone."""
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        together = self._running if not self._alone else [s for s in self._running if s.id not in self._alone]
-        for sequence in together:
-            (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
-        if self._seeing:  # the last token of a prompt may be one of an image
-            prefilling += [s for s in decoding if not self._reach(s, s.computed)]
-            decoding = [s for s in decoding if self._reach(s, s.computed)]
-        share = -(-(len(together) + len(self._in_flight.ending)) // self.stages)
-        # each stage is to have its share of them, and those that waited longest come first
-        decoding, others = decoding[:share], decoding[share:]
-        builder = StepBuilder(self.limits.token_budget, self._offline_chunk.tokens)
-        if self._policy.steady and not (prefilling or self._waiting or self._seeing or self._asked):
-            self._decode(builder, decoding)
-        else:
-            self._decode_and_fill(builder, delay, decoding, prefilling)
-        if not builder.grants:  # those whose turn it was have perhaps given way
-            self._decode(builder, others)
-        return builder
-
-    def _decode_and_fill(
-        self, builder: StepBuilder, delay: Callable[[], float], decoding: list[Sequence], prefilling: list[Sequence]
-    ) -> None:
-        allowance = self._policy.begin(self._now, delay, decoding, prefilling, self._waiting)
-        self._decode(builder, allowance.decoding)
-        sees, beside = self._seeing or self._asked, self.encodes.beside
-        if sees and not beside and self._encode(builder, prefilling):
-            self._decode(builder, allowance.held_back() if allowance.bounded else ())
-            return
-        self._fill(builder, allowance, prefilling)
-        builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
-        if self._offline_chunk.tokens is not None and all_offline(builder.grants):
-            self._offline_chunk.granted(builder.prompt_tokens, self.limits.token_budget)
-        if sees and (beside or not builder.prompt_tokens):
-            self._encode_before(builder, None)
-
-    def _encode(self, builder: StepBuilder, prefilling: Items[Sequence]) -> bool:
-        """Have the step encode what comes before all prompts that could be in it, and whether it does: then it is to
-        have none of these."""
-        turns = [s.turn for s in prefilling if self._reach(s, s.computed)]
-        if self._waiting:
-            turns.append(self._waiting.head.turn)
-        return self._encode_before(builder, min(turns, default=None))
-
-    def _encode_before(self, builder: StepBuilder, turn: tuple[float, ...] | None) -> bool:
-        """Have the step encode what comes before a turn, and whether there is any; None is whatever there is."""
-        alone, budget, encodes = self._alone, self.limits.encode_budget, self.encodes
-        beside = encodes.beside and not alone  # what breaks an engine is to be told from what is computed with it
-        builder.encodes = encodes.choose(budget, turn, lambda s: s.id not in alone, builder.grants, beside=beside)
-        return bool(builder.encodes)
-
-    def _reach(self, sequence: Sequence, start: int) -> int:
-        """Tokens of it that can be computed from a position on."""
-        return self.encodes.most(sequence, start) if sequence.request.media else len(sequence.tokens) - start
-
-    def _taking_turns(self, delay: Callable[[], float]) -> StepBuilder:
-        """A step of one that is to run alone, or of all others; by turns, as far as there is room."""
-        # a search begins anew when it is preempted, and brings nothing before its end
-        for sequence in [s for s in self._alone.values() if s.generated >= s.request.alone and not s.branching]:
-            del self._alone[sequence.id]
-        if self.encodes.under_way:
-            return self._build(delay)
-        preempted = False
-        # and once more, as the policy of a step of others may have put one that is to run alone at the queue's head
-        for alone in (not self._ran_alone, self._ran_alone, True):
-            builder = self._build_alone(admitting=not preempted) if alone else self._build(delay)
-            if not builder.empty:
-                self._ran_alone = alone
-                break
-            preempted |= builder.short
-        return builder
-
-    def _build_alone(self, *, admitting: bool) -> StepBuilder:
-        """A step of the first of those that are to run alone: the next in the queue, or else one that runs."""
-        builder = StepBuilder(self.limits.token_budget)
-        while admitting and not builder.grants and self._waiting and self._waiting.head.id in self._alone:
-            admitting = self._admit(builder, Allowance([]), self._waiting.head)
-        for sequence in [s for s in self._alone.values() if s in self._running]:
-            if builder.grants:
-                break
-            most = min(self._reach(sequence, sequence.computed), builder.budget, self.kv.chunk)
-            if most:
-                self._grant_running(builder, sequence, most)
-        if self._seeing and not builder.grants:
-            here = [s for s in self._alone.values() if s in self._running or s.id in self._encoding]
-            first = min(here, key=served, default=None)
-            builder.encodes = self.encodes.choose(0, None, lambda s: s is first, others=False)
-        builder.prompt_tokens = sum([count for count in builder.grants.values() if count > 1])
-        return builder
+    @property
+    def _stalls(self) -> bool:
+        """Whether something holds room, or is on its way, so that there may be no step although something waits."""
+        held = self._queues.migrating or self.reservations.open or self.reservations.quarantine or self._in_flight
+        moves = (self.offload is not None and not self.offload.idle) or self._queues.awaiting or self.kv.pinned
+        return bool(held or moves or self.encodes.under_way)
 
     def _draft(self, builder: StepBuilder, speculation: Speculation) -> None:
         """Have drafts computed behind what is granted, where that pays and there is room without evicting anything."""
-        times, limits, spare = self.measurements.times, self.limits, self.pool.unused - self.kv.promised(self._running)
+        times, limits = self.measurements.times, self.limits
+        spare = self.pool.unused - self.kv.promised(self._queues.running)
 
         def room(sequence: Sequence) -> int:
             """Drafts that may be right, in the blocks that it has or may have."""
@@ -616,7 +436,7 @@ class Scheduler:
         """Have the model's draft head propose what may be right behind the tokens that a step draws."""
         for step in plan.sequences:
             if step.sample:
-                sequence = self._sequences[step.request_id]
+                sequence = self._queues.sequences[step.request_id]
                 known, request = step.start + len(step.tokens) - step.sample + 1, sequence.request
                 end = min(len(request.prompt) + request.max_tokens, self.limits.max_model_len)
                 step.proposes = max(0, min(speculation.wanted(sequence), end - known - 2))
@@ -624,21 +444,21 @@ class Scheduler:
     def launch(self, plan: StepPlan) -> bool:
         """A runner has the plan: until its `update`, its blocks get no other owner. Returns whether all that it
         computes is offline."""
-        return self._in_flight.launch(plan, self._sequences)
+        return self._in_flight.launch(plan, self._queues.sequences)
 
     @property
     def interrupts(self) -> bool:
         """Whether something online has come for which what is in flight, all of it offline, is to be interrupted."""
-        return self._called and self._in_flight.offline
+        return self._batcher.called and self._in_flight.offline
 
     def look_ahead(self) -> bool:
         """Count the one step in flight as done, to schedule the next one; False when that must wait for its update."""
-        if self._alone:
+        if self._queues.alone:
             return False  # what breaks an engine is to be told from what is computed with it
         hot = () if self.speculation is None or self.stages > 1 else self.speculation.hot.values()
         if any(self._in_flight.of(s) for s in hot):
             return False
-        return self._in_flight.look_ahead(self._running, self.limits.max_model_len)
+        return self._in_flight.look_ahead(self._queues.running, self.limits.max_model_len)
 
     def abandon(self) -> None:
         """The runner has failed and stopped. The steps in flight, and encodes beside them, are computed again."""
@@ -646,13 +466,13 @@ class Scheduler:
             self.encodes.undone(self._in_flight.first)
             for sequence in self._land(self._in_flight.first).values():
                 if sequence.blocks:
-                    self._preempt(sequence, known=False)
+                    self._batcher.preempt(sequence, known=False)
         self.encodes.abandon()
 
     def _pause(self, sequence: Sequence) -> None:
         """It is to leave, and nothing that is in flight computes it."""
-        self._running.remove(sequence)
-        self._migrating[sequence.id] = sequence
+        self._queues.running.remove(sequence)
+        self._queues.migrating[sequence.id] = sequence
         if self.speculation is not None:
             self.speculation.forget(sequence)
 
@@ -660,9 +480,9 @@ class Scheduler:
         """The plan's blocks are no longer in use. Returns the sequences that it computed."""
         if plan.copies:
             self.kv.landed(plan.copies)
-        flight = self._in_flight.land(plan, self._running)
+        flight = self._in_flight.land(plan, self._queues.running)
         if flight is None:
-            return self._sequences
+            return self._queues.sequences
         for blocks in flight.kept:
             self.pool.release(blocks)
         return flight.sequences
@@ -723,9 +543,7 @@ class Scheduler:
         """A step has ended early. Its sequences hold their blocks and are where they were: what it was to compute is
         computed again, over what it has left there."""
         tokens = sum([len(s.tokens) for s in plan.sequences if len(s.tokens) > max(1, s.sample)])
-        self.counters.interruptions += 1
-        self.counters.prompt_tokens -= tokens
-        self._offline_chunk.interrupted(tokens)
+        self._batcher.interrupted(tokens)
         self.encodes.undone(plan)
 
     def _advance(
@@ -781,218 +599,15 @@ class Scheduler:
         said = f"{steps} steps, in which others had {others} prompt tokens computed; {self._policy.order(sequence)}"
         return f"{said}; {sequence.lacking:.3f} s without room for it" if sequence.lacking else said
 
-    # --- filling a step
-
-    def _fill(self, builder: StepBuilder, allowance: Allowance, prefilling: list[Sequence]) -> None:
-        """Spend what is left of the budget on prompts, running and waiting alike, in order of their turns."""
-        prefilling.sort(key=_turn, reverse=True)
-        admitting = True
-        if allowance.bounded:
-            admitting = self._prefill(builder, allowance, prefilling, admitting, _ONLINE)
-            self._lengthen(builder, allowance)
-            self._decode(builder, allowance.held_back())
-        self._prefill(builder, allowance, prefilling, admitting)
-
-    def _prefill(
-        self,
-        builder: StepBuilder,
-        allowance: Allowance,
-        prefilling: list[Sequence],
-        admitting: bool,
-        before: tuple[float, ...] | None = None,
-    ) -> bool:
-        """Of turns below `before`, when that is given. Returns whether the next in the queue may still be admitted."""
-        waiting = self._waiting
-        while builder.budget and (prefilling or (admitting and waiting)):
-            runs = bool(prefilling) and (not admitting or not waiting or prefilling[-1].turn < waiting.head.turn)
-            if before is not None and (prefilling[-1] if runs else waiting.head).turn >= before:
-                break
-            if runs:
-                sequence = prefilling.pop()
-                most = min(self._reach(sequence, sequence.computed), builder.left_for(sequence), self.kv.chunk)
-                if most <= 0:
-                    continue
-                count = allowance.chunk(sequence, sequence.computed, most) if allowance.bounded else most
-                if count and self._grant_running(builder, sequence, count) and allowance.bounded:
-                    allowance.granted(sequence, sequence.computed, count)
-            else:
-                # no admission in a step that preempted: the victim would be admitted again
-                # one that is to run alone is admitted by a step of its own, and not passed by others meanwhile
-                admitting = not builder.short and waiting.head.id not in self._alone
-                admitting = admitting and self._admit(builder, allowance, waiting.head)
-        return admitting
-
-    def _lengthen(self, builder: StepBuilder, allowance: Allowance) -> None:
-        """Give the favoured prompt what others have left of the step."""
-        sequence = allowance.favoured
-        if sequence is None or not sequence.blocks or sequence.id in self._alone:
-            return
-        if sequence.id in self._in_flight.ending or sequence.id in self._migrating:
-            return  # it goes no further, for now or for good
-        count, room = builder.grants.get(sequence, 0), (len(sequence.blocks) + self.pool.available) // sequence.groups
-        reach = self._reach(sequence, sequence.computed)
-        most = min(reach, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
-        more = allowance.lengthened(sequence.computed, count, most) - count
-        if more:
-            builder.grants[sequence] = count + more
-            builder.budget -= sequence.cost(more)
-            builder.fresh.setdefault(sequence, []).extend(self.set_aside(sequence, count + more))
-
-    def _decode(self, builder: StepBuilder, sequences: Iterable[Sequence]) -> None:
-        """Each gets its next token, as far as there is room."""
-        grants = builder.grants
-        for sequence in sequences:
-            # most have room for this token and the next one: the rest is passed over
-            room = len(sequence.blocks) * BLOCK_TOKENS  # of all groups of layers
-            ready = (sequence.computed + 1) * sequence.groups < room and not sequence.branching
-            if builder.budget and ready and sequence not in grants:
-                grants[sequence] = 1
-                builder.budget -= 1
-            else:
-                self._grant_running(builder, sequence, 1)
-
-    def _grant_running(self, builder: StepBuilder, sequence: Sequence, count: int) -> bool:
-        """Whether it runs in this step; not if it was preempted earlier in it, and perhaps is already back."""
-        if builder.budget < sequence.cost(count) or not sequence.blocks or sequence in builder.grants:
-            return False
-        missing = sequence.blocks_until(sequence.computed + count) - len(sequence.blocks)
-        while missing > 0 and self.pool.available < missing:
-            builder.short = True
-            if self._in_flight.hold_back():
-                return False
-            victim = max(self._running, key=_rank)
-            builder.forget(victim)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        self._grant(builder, sequence, count)
-        return True
-
-    def _grant(self, builder: StepBuilder, sequence: Sequence, count: int) -> None:
-        builder.grants[sequence] = count
-        builder.budget -= sequence.cost(count)
-        if blocks := self.set_aside(sequence, count):
-            builder.fresh[sequence] = blocks
-
     def set_aside(self, sequence: Sequence, count: int) -> list[int]:
         """See `KVManager.set_aside`."""
-        return self.kv.set_aside(sequence, count, self._running)
-
-    def _admit(self, builder: StepBuilder, allowance: Allowance, sequence: Sequence) -> bool:
-        """Start or resume the first in the queue, or have it wait elsewhere for blocks; False when it waits here."""
-        if self._load(sequence):
-            self._waiting.remove(sequence)
-            return True
-        hit = self.kv.prefix_hit(sequence, self._running)
-        cached = hit.tokens
-        rest = self._reach(sequence, cached)
-        if not rest:
-            return self._await_encode(sequence, cached)
-        most = min(rest, builder.left_for(sequence), self.kv.chunk)
-        count = allowance.chunk(sequence, cached, most) if allowance.bounded and most > 0 else most
-        if count <= 0:
-            return False
-        # every token it has must fit beside what others still need for theirs: with less, prompts that are admitted
-        # together would starve each other
-        standing = sequence.standing
-        lower = (s for s in self._running if s.standing > standing)
-        victims = self._victims(sequence.missing(self.kv.chunk, hit), hit.held, lower, sequence.rows)
-        if victims is None or (victims and self._in_flight.hold_back()):
-            if sequence.lacks is None:
-                sequence.lacks = self._now
-            return False
-        if sequence.lacks is not None:
-            sequence.lacking, sequence.lacks = sequence.lacking + self._now - sequence.lacks, None
-        for victim in victims:
-            builder.forget(victim)
-            self._preempt(victim)
-        if victims:  # their tokens are available again, and the tail that was found may be one of theirs
-            hit = hit._replace(tail=None)
-            cached, rest = hit.tokens, self._reach(sequence, hit.tokens)
-            if not rest:
-                return self._await_encode(sequence, cached)
-            most = min(rest, builder.left_for(sequence), self.kv.chunk)
-            count = allowance.chunk(sequence, cached, most) if allowance.bounded else most
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
-        new = self.kv.admit(sequence, hit)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = cached
-            self.counters.prefix_queries += len(sequence.tokens)
-            self.counters.prefix_hits += cached
-            loaded = 0
-            if sequence.loaded and self.offload is not None:
-                loaded = self.offload.hit(sequence, cached)
-                self.counters.prefix_loads += loaded
-            self.counters.prefix_fetches += min(sequence.fetched, cached - loaded)
-        self._grant(builder, sequence, count)
-        if new:
-            builder.fresh.setdefault(sequence, []).extend(new)
-        if allowance.bounded:
-            allowance.granted(sequence, cached, count)
-        return True
-
-    def _await_encode(self, sequence: Sequence, cached: int) -> bool:
-        """It leaves the queue until what it needs first is there, which was let go of, or was thought to be cached."""
-        self._waiting.remove(sequence)
-        self._policy.leave(sequence)
-        self.encodes.wait(sequence, cached, max(self._now, sequence.added))
-        return True
-
-    # --- preemption
-
-    def _victims(self, missing: int, hit: list[int], lower: Iterable[Sequence], rows: int = 1) -> list[Sequence] | None:
-        """See `KVManager.victims`; the one that comes takes so many places."""
-        return self.kv.victims(missing, hit, self._running, lower, self._crowd + rows - self.limits.max_sequences)
-
-    @property
-    def _crowd(self) -> int:
-        """Sequences that run here or soon will, or that may yet stay; of a beam search as many as it is wide."""
-        here = sum([s.rows for s in (*self._running, *self._in_flight.ending.values())])
-        return here + len(self._migrating) + len(self.reservations.open)
-
-    def _preempt(self, victim: Sequence, *, known: bool = True) -> None:
-        """Preempt it: free its blocks, and queue it. See `KVManager.let_go`."""
-        self._running.remove(victim)
-        self._let_go(victim, known=known)
-        victim.restart()
-        victim.gave_way = True
-        victim.preemptions += 1
-        self._enqueue(victim)
-        self.counters.preemptions += 1
-
-    def _let_go(self, sequence: Sequence, *, known: bool = True) -> None:
-        """Free its blocks."""
-        if self.speculation is not None:
-            self.speculation.forget(sequence)
-        self.kv.let_go(sequence, known=known)
-        self._released.append(sequence.id)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        """Queue it, once what it needs first of its media is there."""
-        if sequence.request.media:
-            start = self.kv.prefix_hit(sequence).tokens
-            self.encodes.join(sequence, start)
-            if not self.encodes.most(sequence, start):
-                self._policy.leave(sequence)
-                self.encodes.wait(sequence, start, max(self._now, sequence.added))  # it may come to one that was idle
-                self._called |= not sequence.offline
-                return
-        self._policy.wait(sequence, lambda s: self.kv.prefix_hit(s).tokens)
-        self._waiting.add(sequence)
-        self._called |= not sequence.offline
+        return self.kv.set_aside(sequence, count, self._queues.running)
 
     def check(self) -> None:
         """Raise AssertionError unless sequences, queues and blocks agree."""
         self.pool.check()
-        assert self._crowd <= self.limits.max_sequences
-        assert self.num_running + self.num_waiting + len(self._migrating) == len(self._sequences)
-        holding = [*self._running, *self._in_flight.ending.values(), *self._migrating.values()]
-        elsewhere = self._elsewhere
-        assert {*holding, *self._waiting, *elsewhere} == set(self._sequences.values())
-        assert not any(s.blocks for s in self._awaiting.values())
-        assert self._alone.items() <= self._sequences.items()
-        self._waiting.check()
+        self._batcher.check()
+        holding = self._queues.holding
         self.encodes.check()
         self._in_flight.check()
         owners: list[Sequence | Reservation] = [*holding, *self.reservations.open]
@@ -1008,7 +623,6 @@ class Scheduler:
         self.pool.check_holders(holders)
         self.pool.check_transfers(transfers)
         for s in holding:
-            assert s.blocks
             assert len(s.blocks) % s.groups == 0
             assert set(s.transferring.values()) <= set(s.held)
             assert 0 <= s.computed < len(s.tokens) + (s.pooling is not None and s.in_flight > 0)

@@ -1,4 +1,4 @@
-"""The steps of one engine: those in flight, and what was measured of those that have ended.
+"""The steps of one engine: the one that is made, those in flight, and what was measured of those that have ended.
 
 Steps in flight let the next one be scheduled while one still runs (xLLM, section 4.1):
 
@@ -35,7 +35,7 @@ from operator import sub
 from typing import TYPE_CHECKING
 
 from penstock.core.device import DeviceModel, ModelShape
-from penstock.core.plan import SequenceStep, StepPlan
+from penstock.core.plan import Encode, SequenceStep, StepPlan, TailCopy
 from penstock.core.request import Timing, TokenOutput
 from penstock.sched.local.sequence import Sequence
 from penstock.sched.steptime import StepTime
@@ -47,6 +47,64 @@ WEIGHT = 0.1  # of the newest value in a mean
 LEARN_EVERY = 0.05  # seconds between two steps that are compared with predictions, which costs time
 PACE_EVERY = 7  # steps, of which the time of one is compared with what it would be without factors
 CHECK_EVERY = 0.5  # the same once they are right
+
+
+class StepBuilder:
+    """Builds a step's plan.
+
+    Attributes:
+        budget: tokens that are left.
+        grants: positions that each sequence goes on by.
+        fresh: blocks that each was given.
+        short: a running sequence had to give up its blocks.
+        drafts: behind the next token of each, that may be right.
+        prompt_tokens: of what it was filled with.
+        encodes: see `StepPlan`.
+
+    Args:
+        offline: tokens of prompts in it, where nothing in it is online; None where nothing bounds them.
+    """
+
+    def __init__(self, budget: int, offline: int | None = None) -> None:
+        self.budget = budget
+        self._offline = offline
+        self.grants: dict[Sequence, int] = {}
+        self.fresh: dict[Sequence, list[int]] = {}
+        self.short = False
+        self.drafts: dict[Sequence, list[int]] = {}
+        self.prompt_tokens = 0
+        self.encodes: list[Encode] = []
+
+    @property
+    def empty(self) -> bool:
+        return not (self.grants or self.encodes)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remove a sequence from the step; call it before preempting it."""
+        if count := self.grants.pop(sequence, 0):
+            self.budget += sequence.cost(count)
+        self.fresh.pop(sequence, None)
+
+    def left_for(self, sequence: Sequence) -> int:
+        """Tokens that a prompt may have of those that are left, where everything online has what it gets."""
+        if self._offline is None or not sequence.offline or not all_offline(self.grants):
+            return self.budget
+        return min(self.budget, self._offline - sum([count for count in self.grants.values() if count > 1]))
+
+    def plan(self, released: list[str], copies: tuple[TailCopy, ...], forgotten: tuple[bytes, ...]) -> StepPlan:
+        """
+        Args:
+            released, copies, forgotten: see `StepPlan`.
+        """
+        drafts = self.drafts
+        return StepPlan(
+            tuple([s.step(count, drafts.get(s, ())) for s, count in self.grants.items()]),
+            tuple([block for blocks in self.fresh.values() for block in blocks]),
+            tuple(released),
+            copies,
+            encodes=tuple(self.encodes),
+            forgotten=forgotten,
+        )
 
 
 @dataclass(slots=True, eq=False)
