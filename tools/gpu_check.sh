@@ -23,7 +23,7 @@ beside=() # several tests at once, where pytest-xdist is there
 status=0
 echo "== parity, kernels, engine (at most 270 s)"
 timeout 270 "$python" -m pytest tests/parity tests/contract/test_ops.py tests/engine/test_engine.py \
-    tests/engine/test_sampling.py tests/contract/test_linear_methods.py \
+    tests/engine/test_sampling.py tests/engine/test_cuda_ranks.py tests/contract/test_linear_methods.py \
     -p no:cacheprovider "${beside[@]}" -m "not slow" -k "not native and not cpu" || status=$?
 echo "== copies of KV in the host's memory (at most 60 s)"
 timeout 60 "$python" -m pytest tests/engine/test_host_tier.py -p no:cacheprovider || status=$?
