@@ -127,23 +127,28 @@ REAL = {"weight-cache": False, "kv-cache-memory": "64M", "max-model-len": 512, "
 
 
 @pytest.mark.parametrize(
-    "kind", ["tcp", pytest.param(TLS, marks=NEEDS_OPENSSL), pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
+    ("kind", "way"),
+    [
+        ("tcp", "tcp"),
+        pytest.param(TLS, "tcp", marks=NEEDS_OPENSSL),
+        pytest.param("mooncake", "mooncake", marks=NEEDS_MOONCAKE),
+        ("tcp", "gloo"),
+    ],
 )
-def test_engines_of_another_host_have_their_weights_from_one_that_runs(kind, tmp_path):
+def test_engines_of_another_host_have_their_weights_from_one_that_runs(kind, way, tmp_path):
     if why := network.why_not():
         pytest.skip(why)
 
     def source(name):
-        return [
-            s for s in ("map", "tcp", "mooncake", "warm", "checkpoint") if up.metric(LOADED, engine=name, source=s) > 0
-        ]
+        ways = ("map", "tcp", "mooncake", "gloo", "warm", "checkpoint")
+        return [s for s in ways if up.metric(LOADED, engine=name, source=s) > 0]
 
-    way = "mooncake" if kind == "mooncake" else "tcp"
+    engine = REAL | ({"peer-weights": way} if way == "gloo" else {})
     with network.hosts(2) as (first, second), contextlib.ExitStack() as stack:
-        up, join = started(stack, tmp_path, first, kind, None, engine=REAL, instances=[{}])
+        up, join = started(stack, tmp_path, first, kind, None, engine=engine, instances=[{}])
         up.urls = [up.wait_for(READY)[1].replace("0.0.0.0", first.address)]
         eventually(lambda: "engine-0" in ready(up), 90, up.log)
-        other = join(second, instances=[{"name": "other"}], engine=REAL, **{"warm-pool": 1})
+        other = join(second, instances=[{"name": "other"}], engine=engine, **{"warm-pool": 1})
         eventually(lambda: "other-0" in ready(up), 90, other.log)
         assert (source("engine-0"), source("other-0")) == (["checkpoint"], [way])
         other.wait_for("is warm")
