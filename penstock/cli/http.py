@@ -486,7 +486,7 @@ def make_master(
         policies,
         random.Random(seed),
         time.time_ns(),
-        fleet=fleet,
+        limits=fleet,
         recorder=minutes,
         slow=slow,
         media_route=media_route,

@@ -259,7 +259,7 @@ class LocalPlacement:
 
     @property
     def fleet(self) -> FleetTotals:
-        return self._pump.master.totals(self._pump.clock.now())
+        return self._pump.master.fleet.account.totals(self._pump.clock.now())
 
     def start(self, answered: Answered, choose: Choose) -> None:
         self._answered = answered  # the master is always here
@@ -380,14 +380,14 @@ class Desk:
                 self._roll.complete()
 
     def _ready(self) -> list[str]:
-        states = self._pump.master.states(self._pump.clock.now())
+        states = self._pump.master.fleet.states(self._pump.clock.now())
         return [name for name, state in states.items() if state == "ready"]
 
     def _serves(self, name: str) -> bool:
-        return self._pump.master.serves(self._pump.clock.now(), name)
+        return self._pump.master.fleet.serves(self._pump.clock.now(), name)
 
     def _givers(self) -> dict[str, str]:
-        return self._pump.master.givers(self._pump.clock.now())
+        return self._pump.master.fleet.givers(self._pump.clock.now())
 
     def close(self) -> None:
         self._inbox.close()
@@ -430,7 +430,7 @@ class Desk:
                 for ended in message.ended:
                     self._roll.engine_ended(ended)
                 for name, (times, minutes) in message.restarted.items():
-                    self._pump.master.recall_restart(self._pump.clock.now(), name, times, 60.0 * minutes)
+                    self._pump.master.fleet.recall_restart(self._pump.clock.now(), name, times, 60.0 * minutes)
                 self._tell_troubles()
             case AskMembers():
                 self._roll.call(sender)

@@ -218,6 +218,12 @@ class InstanceSession:
         """Of an image's token, as it measured lately."""
         return None if self.snapshot is None else self.snapshot.encode_ms
 
+    def takes(self, demand: Demand) -> bool:
+        """Whether it has room for a sequence now, beside what others need."""
+        load = self.view()
+        fits = demand.tokens <= load.max_model_len and demand.prompt_tokens < load.free_blocks * BLOCK_TOKENS
+        return fits and load.requests < load.max_sequences and self.name not in demand.exclude
+
     def prompt_done(self, now: float, key: Key) -> None:
         """Its prompt is prefilled, or no longer wanted."""
         prompt = self.prompts.pop(key, None)

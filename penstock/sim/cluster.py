@@ -155,7 +155,7 @@ class Cluster:
             [_endpoint(place, runs=place.serves_first) for place in self.places.values()],
             policies,
             rng,
-            fleet=_fleet(scenario.scaling),
+            limits=_fleet(scenario.scaling),
             recorder=_Costs(self.records, self.changes, recorder),
             slow=_slow(scenario),
             media_route=media_route(groups),

@@ -97,10 +97,10 @@ def test_what_is_cancelled_while_it_waits_for_a_place_leaves_nothing_in_the_mast
         service.add(*names)
         service.engine_client.dispatcher.release(names)
         service.learn()
-        await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
+        await until(lambda: service.master.fleet.states(service.clock.now()) == {"e0": "ready"})
         assert service.questions == len(names)
-        assert not service.master._in_flight
-        assert service.master._sessions["e0"].view().held_tokens == 0
+        assert not service.master._placed.sequences
+        assert service.master.fleet.sessions["e0"].view().held_tokens == 0
         assert not service.engine_client.flights
 
     run(scenario)
@@ -172,7 +172,7 @@ def test_what_an_instance_can_take_waits_as_long_as_the_policy_wants():
 def test_a_place_is_found_before_the_call_returns(names):
     async def scenario(service):
         service.learn()
-        await until(lambda: service.master.states(service.clock.now()) == {"e0": "ready"})
+        await until(lambda: service.master.fleet.states(service.clock.now()) == {"e0": "ready"})
         service.add(*names)
         assert [request.id for request in service.channel.enqueued()] == names
 

@@ -34,7 +34,7 @@ class Seeing(Cluster):
         self.engine(name, CacheDelta(1, number, [i.digest for i in images], [], tier=EMBEDDINGS, whole=number == 1))
 
     def route(self, route):
-        self.master.images.route = route
+        self.master.fleet.images.route = route
 
 
 def looks(placed):
@@ -84,7 +84,7 @@ def test_images_are_spread_by_what_is_still_to_be_looked_at():
     cluster.frontend(Begun(["r1"]))
     assert looks(cluster.ask(PlacedImage(b"third", 10))) == [("e0", True)]
     cluster.frontend(Ended(["r2"]))
-    assert cluster.master._sessions["e1"].encodes == {}
+    assert cluster.master.fleet.sessions["e1"].encodes == {}
 
 
 def test_what_another_kind_of_engine_makes_of_images_is_not_taken():
@@ -182,7 +182,7 @@ def test_what_a_prefiller_looks_at_itself_takes_its_time():
         cluster.snap(name, 2, encode_ms=1.0)
     busy = legs(cluster.ask(PlacedImage(b"large", 5000)))[0]
     (free,) = {"p0", "p1"} - {busy}
-    sessions = cluster.master._sessions
+    sessions = cluster.master.fleet.sessions
     assert (sessions[busy].encoding_tokens, sessions[free].encoding_tokens) == (5000, 0)
     loads = {load.name: load for load in cluster.master._view(0.0).instances}
     assert loads[busy].free_at - loads[free].free_at >= 5.0

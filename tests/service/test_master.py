@@ -32,7 +32,7 @@ from penstock.service.instances import ChannelLost, InstanceJoined
 from penstock.service.master import Master
 from penstock.service.mesh import PROBATION, RELINK_AFTER
 from penstock.service.policies import Policies
-from penstock.service.session import DEAD_AFTER, SUSPECT_AFTER
+from penstock.service.session import DEAD_AFTER, SUSPECT_AFTER, InstanceSession
 from tests.helpers.scripted import LAYOUT, ready, snapshot
 
 INT8 = attention_groups((None,), 1, 8, "int8")
@@ -147,9 +147,9 @@ def test_what_was_just_placed_counts_at_once_and_only_until_it_is_seen():
     burst = [cluster.place(tokens=10).route[0].peer.name for _ in range(10)]
     assert burst.count("a0") == burst.count("a1") == 5
     cluster.snap("a0", 2), cluster.snap("a0", 3)  # all was computed, none was held for long
-    session = cluster.master._sessions["a0"]
+    session = cluster.master.fleet.sessions["a0"]
     assert session.view().pending_tokens == 0
-    assert cluster.master._sessions["a1"].view().pending_tokens == 50
+    assert cluster.master.fleet.sessions["a1"].view().pending_tokens == 50
     cluster.frontend(Ended([f"r{i}" for i in range(1, 11)]))
     assert (session.view().requests, session.view().held_tokens) == (0, 0)
 
@@ -167,8 +167,8 @@ def test_silent_and_draining_instances_get_no_work():
     cluster.now = SUSPECT_AFTER + 0.1
     cluster.snap("a1")
     assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
-    assert cluster.master.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
-    assert cluster.master.givers(cluster.now) == {"a1": "tcp:there:1"}
+    assert cluster.master.fleet.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
+    assert cluster.master.fleet.givers(cluster.now) == {"a1": "tcp:there:1"}
     cluster.snap("a0")
     cluster.snap("a1", 2, draining=True)
     assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a0"}
@@ -183,7 +183,7 @@ def test_an_instance_that_may_hang_gets_no_work_as_soon_as_its_launcher_says_so(
     cluster.place()
     cluster.doubt("a0")
     assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a1"}
-    assert cluster.master.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
+    assert cluster.master.fleet.states(cluster.now) == {"a0": "suspect", "a1": "ready"}
     cluster.doubt("a0", "a1")
     assert {cluster.place().route[0].peer.name for _ in range(4)} == {"a0"}, "both are all there is"
     cluster.doubt("a1")
@@ -204,16 +204,16 @@ def test_what_still_runs_gets_another_place_only_where_there_is_room_and_may_be_
     assert cluster.master.waiting == 0
     cluster.tick()
     assert cluster.master.overview(cluster.now).placed == 3
-    assert [key[1] for key in cluster.master._sessions["a0"].homes] == ["r"]
+    assert [key[1] for key in cluster.master.fleet.sessions["a0"].homes] == ["r"]
     again = msgspec.structs.replace(again, generation=2)
     assert cluster.frontend(again) == [Queued("r", 2)]
     cluster.frontend(Ended(["f0"]))
     (placed,) = [action.message for action in cluster.tick()]
     assert (placed.generation, placed.route[0].peer.name) == (2, "a1")
     cluster.frontend(Settled("r", 0, "a0"))  # once more, from its place
-    assert [key[1] for key in cluster.master._sessions["a1"].homes] == ["f1"]
+    assert [key[1] for key in cluster.master.fleet.sessions["a1"].homes] == ["f1"]
     cluster.frontend(Ended(["r"]))
-    assert not cluster.master._sessions["a0"].homes
+    assert not cluster.master.fleet.sessions["a0"].homes
 
 
 def test_what_waits_for_room_is_not_looked_at_for_every_report(monkeypatch):
@@ -223,8 +223,8 @@ def test_what_waits_for_room_is_not_looked_at_for_every_report(monkeypatch):
     cluster.doubt("a0")
     again = Place("r", 11, 9, [], generation=1, exclude=["a0"], patience=5.0, interrupted=True, hedged=True)
     assert cluster.frontend(again) == [Queued("r", 1)]
-    takes = Master._takes
-    monkeypatch.setattr(Master, "_takes", lambda *of: looked.append(of) or takes(*of[1:]))
+    takes = InstanceSession.takes
+    monkeypatch.setattr(InstanceSession, "takes", lambda *of: looked.append(of) or takes(*of))
     cluster.snap("a1", running=1)
     assert cluster.tick() == []
     assert not looked, "none has any"
@@ -262,7 +262,7 @@ def test_what_still_runs_is_known_also_when_there_is_no_room_elsewhere():
         assert isinstance(told.message, NoPlace)
         assert cluster.tick() == [], "it is told once"
         cluster.frontend(Settled("r", 0, "a0"))
-        assert [key[1] for key in cluster.master._sessions["a0"].homes] == ["r"]
+        assert [key[1] for key in cluster.master.fleet.sessions["a0"].homes] == ["r"]
         assert (cluster.master.waiting, cluster.master.overview(cluster.now).arrivals) == (0, 2)
     cluster.frontend(msgspec.structs.replace(again, generation=3))
     cluster.engine("a0", ChannelLost("gone"))
@@ -317,9 +317,9 @@ def test_what_a_frontend_had_ends_with_it():
     assert cluster.frontend(Join("f", 1)) == [Joined(7, fleet=FleetTotals(instances=1))]
     cluster.place(), cluster.place(name="g")
     cluster.frontend(Join("f", 2))  # its next incarnation
-    assert len(cluster.master._sessions["a0"].homes) == 1
+    assert len(cluster.master.fleet.sessions["a0"].homes) == 1
     cluster.tick(LEASE + 0.1)
-    assert len(cluster.master._sessions["a0"].homes) == 0
+    assert len(cluster.master.fleet.sessions["a0"].homes) == 0
     cluster.master.check()
 
 
@@ -329,9 +329,9 @@ def test_the_index_follows_the_caches():
     assert cluster.engine("a0", CacheDelta(1, 3, keys, [])) == [ToEngine("a0", AskCache(1))]
     assert cluster.engine("a0", CacheDelta(1, 4, keys, [])) == []  # it was asked just now
     cluster.engine("a0", CacheDelta(1, 4, keys, [], whole=True))
-    assert cluster.master.index.match(keys) == {"a0": 2}
+    assert cluster.master.fleet.index.match(keys) == {"a0": 2}
     cluster.engine("a0", ChannelLost("gone"))
-    assert cluster.master.index.match(keys) == {}
+    assert cluster.master.fleet.index.match(keys) == {}
 
 
 def test_an_instance_whose_role_changes_is_connected_anew():
@@ -477,7 +477,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def is_counted(self):
         self.cluster.master.check()
-        self.cluster.master.index.check()
+        self.cluster.master.fleet.index.check()
 
 
 TestAnyOrder = AnyOrder.TestCase
@@ -540,7 +540,7 @@ def test_what_a_lost_instance_left_in_the_kv_pool_is_remapped(policy):
     assert placed.route[0].peer == peer("a1")
     assert (placed.source.peer, placed.source.blocks) == (None, 80)
     assert 0 < placed.source.ms < placed.next_ms < placed.recompute_ms
-    seen = cluster.master._sessions["a1"].prompts["f", "r1"]
+    seen = cluster.master.fleet.sessions["a1"].prompts["f", "r1"]
     assert seen.tokens == 64 * 20 + 5, "no more than is left is to be computed"
     assert interrupted(cluster).source.blocks == 80, "new requests may have it, too"
     assert interrupted(cluster, [b"other" * 3 + b"!"]).source is None
@@ -571,8 +571,8 @@ def test_what_a_peer_has_is_fetched(spoil, source):
     for name in ("p0", "a0", "a1"):
         cluster.snap(name)
     cluster.engine("a0", CacheDelta(1, 1, KEYS, [], whole=True))
-    cluster.master._mesh._everybody = True
-    cluster.master._mesh.connect(cluster.master._sessions["a1"])
+    cluster.master.fleet._mesh._everybody = True
+    cluster.master.fleet._mesh.connect(cluster.master.fleet.sessions["a1"])
     spoil(cluster)
     placed = interrupted(cluster, exclude=["a0", "p0"])
     assert placed.route[0].peer == peer("a1")
@@ -612,14 +612,14 @@ def test_a_burst_that_begins_alike_is_computed_once_and_another_one_is_spread(bu
         before = names * busy
         for number, _ in enumerate(before):
             cluster.frontend(Place(f"before{number}", 6000, 10, chain(f"before{number}", 93)))
-        assert [len(session.prompts) for session in cluster.master._sessions.values()] == [int(busy)] * 4
+        assert [len(session.prompts) for session in cluster.master.fleet.sessions.values()] == [int(busy)] * 4
         burst = [KEYS[:common] + chain(f"{i} ", 100 - common) for i in range(4)]
         for i, keys in enumerate(burst):
             (said,) = cluster.frontend(Place(f"b{i}", 6405, 10, keys))
             assert isinstance(said, Queued) or not busy
         for number, _ in enumerate(before):
             cluster.frontend(Begun([f"before{number}"]))
-        sessions = cluster.master._sessions
+        sessions = cluster.master.fleet.sessions
         for turn in range(1, 200):
             cluster.now = 0.02 * turn
             for name, session in sessions.items():
@@ -628,6 +628,7 @@ def test_a_burst_that_begins_alike_is_computed_once_and_another_one_is_spread(bu
                 )
             ends = [(k[1], p.sent + p.seconds) for session in sessions.values() for k, p in session.prompts.items()]
             cluster.frontend(Begun([name for name, end in ends if end <= cluster.now]))
-        at = {key[1]: flight.prefiller.name for key, flight in cluster.master._in_flight.items() if key[1][:2] != "be"}
+        placed = cluster.master._placed.sequences
+        at = {key[1]: flight.prefiller.name for key, flight in placed.items() if key[1][:2] != "be"}
         assert len(at) == 4
         assert len(set(at.values())) == places, at

@@ -163,5 +163,5 @@ def test_whatever_happens_everything_gets_its_place(policy, shape):
             days.step()
         assert not days.places, f"{len(days.places)} still wait"
         assert days.master.waiting == 0
-        assert not days.master._in_flight
+        assert not days.master._placed.sequences
         assert days.asked > 30

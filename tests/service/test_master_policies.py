@@ -124,7 +124,7 @@ class Cluster:
         policies = Policies(dispatch=policy, migration=policy, balance=policy, roles=roles, scaling=scaling)
         endpoints = [Endpoint(n, "", state="stopped" if n in standby else "running") for n in (*names, *standby)]
         fleet = FleetLimits(least=1, most=len(endpoints), start_seconds=2.0) if scaling is not None else None
-        self.master = Master(endpoints, policies, random.Random(0), fleet=fleet, recorder=self.recorder)
+        self.master = Master(endpoints, policies, random.Random(0), limits=fleet, recorder=self.recorder)
         for name in names:
             self.engine(name, ready(name))
 
@@ -166,7 +166,7 @@ def test_what_has_to_wait_is_told_so_once_and_placed_when_the_policy_says():
 
 
 def homes(cluster):
-    return {s.name: sorted(key[1] for key in s.homes) for s in cluster.master._sessions.values() if s.homes}
+    return {s.name: sorted(key[1] for key in s.homes) for s in cluster.master.fleet.sessions.values() if s.homes}
 
 
 def test_who_decodes_is_asked_when_the_prompt_has_ended_and_until_there_is_an_answer():
@@ -313,7 +313,7 @@ def test_the_availability_is_the_latest_end_of_prefills_from_when_each_begins():
     cluster.place("r", 30), cluster.place("s", 20), cluster.place("off", 20, offline=True)
     cluster.policy.to = "a"
     cluster.did()
-    seconds = {key[1]: prompt.seconds for key, prompt in cluster.master._sessions["a"].prompts.items()}
+    seconds = {key[1]: prompt.seconds for key, prompt in cluster.master.fleet.sessions["a"].prompts.items()}
     assert cluster.policy.seen[-1].instances[0].available_at == cluster.now + seconds["r"] + seconds["s"]
     cluster.policy.to, cluster.now = None, cluster.now + 5.0
     cluster.say(Begun(["r"]))
@@ -461,7 +461,7 @@ def test_a_new_master_counts_on_from_where_its_predecessor_was():
 
 def test_where_roles_change_all_are_linked_with_all():
     cluster = Cluster("a", roles=Scripted())
-    told = cluster.engine("b", ready("b")) if "b" in cluster.master.states(0.0) else []
+    told = cluster.engine("b", ready("b")) if "b" in cluster.master.fleet.states(0.0) else []
     assert told == []  # it does not know b
     cluster = Cluster("a", roles=Scripted(), standby=["b"])
     told = cluster.engine("b", ready("b"))
@@ -500,7 +500,7 @@ def test_instances_are_started_and_drained_before_they_stop():
 
 def test_a_slow_instance_is_drained_started_again_and_told_of():
     cluster = Cluster("a", "b")
-    cluster.master._slow, cluster.policy.to = SlowInstances(after=3.0), "b"
+    cluster.master.fleet._slow, cluster.policy.to = SlowInstances(after=3.0), "b"
     cluster.place()
 
     def works(seconds, **speeds):
@@ -508,7 +508,7 @@ def test_a_slow_instance_is_drained_started_again_and_told_of():
         for _ in range(int(2 * seconds)):
             cluster.now += 0.5
             for name, speed in speeds.items():
-                life = cluster.master._sessions[name].peer.incarnation
+                life = cluster.master.fleet.sessions[name].peer.incarnation
                 cluster.engine(name, snapshot(life, int(cluster.now * 2), running=1, speed=speed, num_blocks=4))
             acted += cluster.did()
         return acted
@@ -521,7 +521,7 @@ def test_a_slow_instance_is_drained_started_again_and_told_of():
     ]
     assert works(1, a=1.0, b=0.2) == [ToEngine("b", Drain(1))]
     assert ("moved", "b") in cluster.recorder.told
-    assert cluster.master.totals(cluster.now).changes == {"restart": 1}
+    assert cluster.master.fleet.account.totals(cluster.now).changes == {"restart": 1}
     cluster.say(Ended(["r"]))
     assert works(7, a=1.0) == [], "it is not known to be empty"
     cluster.engine("b", snapshot(1, 99, num_blocks=4, draining=True))
@@ -537,9 +537,9 @@ def test_a_slow_instance_is_drained_started_again_and_told_of():
 
 def test_a_new_master_knows_how_often_a_slow_instance_was_restarted():
     cluster = Cluster("a", "b")
-    cluster.master._slow = SlowInstances(after=1.0)
+    cluster.master.fleet._slow = SlowInstances(after=1.0)
     for _ in range(2):  # launchers say so again and again
-        cluster.master.recall_restart(cluster.now, "b", 2, 60.0)
+        cluster.master.fleet.recall_restart(cluster.now, "b", 2, 60.0)
     for _ in range(10):
         cluster.now += 0.5
         for name, speed in {"a": 1.0, "b": 0.2}.items():
@@ -557,7 +557,7 @@ def test_an_engine_that_was_slow_when_it_measured_its_device_is_found_beside_its
         cluster = Cluster("a", "b")
         cluster.engine("a", ready("a", 2, device=device, device_model=usual, shape=shape))
         cluster.engine("b", ready("b", 2, device=device, device_model=model, shape=shape))
-        cluster.master._slow = SlowInstances(after=1.0)
+        cluster.master.fleet._slow = SlowInstances(after=1.0)
         for _ in range(10):
             cluster.now += 0.5
             for name in "ab":
@@ -633,12 +633,12 @@ def test_instances_join_leave_and_are_drained_while_it_runs():
     told = cluster.did(InstanceLeft("b", "its host has stopped it"))
     assert [(t.name, t.command.peer.name) for t in told if isinstance(t.command, UnlinkPeer)] == [("a", "b")]
     assert cluster.engine("b", ready("b", 3)) == []
-    assert cluster.master.states(0.0) == {"a": "ready"}
+    assert cluster.master.fleet.states(0.0) == {"a": "ready"}
     cluster.did(InstanceJoined(Endpoint("b", "tcp://b:2")))
     cluster.engine("b", ready("b", 4))
     moved = cluster.did(InstanceJoined(Endpoint("b", "tcp://b:3")))
     assert [t.name for t in moved] == ["a"]
-    assert cluster.master.states(0.0) == {"a": "ready", "b": "absent"}
+    assert cluster.master.fleet.states(0.0) == {"a": "ready", "b": "absent"}
 
 
 class Priorities:

@@ -91,7 +91,7 @@ def test_a_master_in_the_same_process():
         (decision,) = (await placement.overview()).decisions
         assert (decision.request_id, decision.prefill, decision.decode) == ("r", "prefill-0", "decode-1")
         placement.ended(["r"])
-        assert not pump.master._in_flight
+        assert not pump.master._placed.sequences
         await placement.close()
         assert all(channel.closed for channel in channels.values())
 
@@ -144,7 +144,7 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
             assert "has not answered yet" in placement.trouble
             deployment.start_master()
             await until(lambda: not placement.trouble)
-            await until(lambda: deployment.pump.master.states(SystemClock().now()) == {"any-0": "ready"})
+            await until(lambda: deployment.pump.master.fleet.states(SystemClock().now()) == {"any-0": "ready"})
             assert (await asked.place("a")).route[0].peer.name == "any-0"
             overview, history, unknown = await asyncio.gather(
                 placement.overview(), placement.history("a"), placement.history("b")
@@ -155,7 +155,7 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
             assert (sequence["id"], sequence["placements"][0]["prefill"]) == ("a", "any-0")
             assert (unknown.decisions, unknown.sequences) == (1, b"")
             placement.ended(["a"])
-            await until(lambda: not deployment.pump.master._in_flight)
+            await until(lambda: not deployment.pump.master._placed.sequences)
             await deployment.stop_master()
             await until(lambda: placement._absent)
             with pytest.raises(Unavailable, match="the master cannot be asked"):
@@ -170,7 +170,7 @@ def test_a_master_that_dies_is_asked_again_when_it_is_back():
             assert isinstance(answer, Placed) or "any-0 absent" in answer.message  # the master too only just began
             assert (await asked.place("c")).request_id == "c"
             assert "cancelled" not in asked.answers
-            assert not [key for key in deployment.pump.master._in_flight if key[1] == "cancelled"]
+            assert not [key for key in deployment.pump.master._placed.sequences if key[1] == "cancelled"]
             await deployment.stop_master()
             await placement.close()
             deployment.context.term()

@@ -51,7 +51,7 @@ def test_a_tier_finds_what_the_device_has_forgotten():
 def test_who_has_it_below_its_device_is_found_by_policies():
     """Prompts of one beginning after many others: the one instance that had it still has it, in its host's memory."""
     result, cluster = run(read(WORKLOAD, tiered("4G")), "unified", scale=0.3)
-    index = cluster.master.index
+    index = cluster.master.fleet.index
     for name, place in cluster.places.items():
         keys = set(place.instance.scheduler.offload.lanes[0].tier.keys())
         assert index.count(name, "host") == pytest.approx(len(keys), abs=40)  # what was told since the last report
@@ -93,10 +93,10 @@ def test_what_one_has_put_in_a_store_all_find_and_it_outlives_its_instance():
     # in turn, and yet nearly everything is found: whoever has computed it
     assert result["share_of_ideal"] > 0.8
     result, cluster = run(scenario, "unified", scale=0.3)
-    known = cluster.master.index._stores["remote"].keys
+    known = cluster.master.fleet.index._stores["remote"].keys
     assert len(known) == pytest.approx(len(cluster._store.keys()), abs=40)
     assert set(known.values()) == {1}, "one tells of each"
-    cluster.master.index.check()
+    cluster.master.fleet.index.check()
 
 
 def test_loads_come_late_where_the_way_is_slow():
