@@ -170,6 +170,11 @@ class Batcher:
         self._policy.leave(sequence)
         return True
 
+    def run(self, sequence: Sequence) -> None:
+        """It holds its blocks, and goes on here."""
+        self._queues.running.append(sequence)
+        self.called |= not sequence.offline
+
     def preempt(self, victim: Sequence, *, known: bool = True) -> None:
         """Preempt it: free its blocks, and queue it. See `KVManager.let_go`."""
         self._queues.running.remove(victim)
@@ -189,11 +194,11 @@ class Batcher:
 
     def victims(self, missing: int, hit: list[int], lower: Iterable[Sequence], rows: int = 1) -> list[Sequence] | None:
         """See `KVManager.victims`; the one that comes takes so many places."""
-        places = self.crowd + rows - self._kv.limits.max_sequences
+        places = self._crowd + rows - self._kv.limits.max_sequences
         return self._kv.victims(missing, hit, self._queues.running, lower, places)
 
     @property
-    def crowd(self) -> int:
+    def _crowd(self) -> int:
         """Places that are taken of those that run at once, or soon will be."""
         return self._queues.rows + len(self._reservations.open)
 
@@ -226,8 +231,8 @@ class Batcher:
         for sequence in together:
             (decoding if len(sequence.tokens) - sequence.computed == 1 else prefilling).append(sequence)
         if self._seeing:  # the last token of a prompt may be one of an image
-            prefilling += [s for s in decoding if not self.reach(s, s.computed)]
-            decoding = [s for s in decoding if self.reach(s, s.computed)]
+            prefilling += [s for s in decoding if not self._reach(s, s.computed)]
+            decoding = [s for s in decoding if self._reach(s, s.computed)]
         share = -(-(len(together) + len(self._in_flight.ending)) // self._in_flight.stages)
         # each stage is to have its share of them, and those that waited longest come first
         decoding, others = decoding[:share], decoding[share:]
@@ -283,7 +288,7 @@ class Batcher:
         for sequence in [s for s in kept.values() if s in queues.running]:
             if builder.grants:
                 break
-            most = min(self.reach(sequence, sequence.computed), builder.budget, self._kv.chunk)
+            most = min(self._reach(sequence, sequence.computed), builder.budget, self._kv.chunk)
             if most:
                 self._grant_running(builder, sequence, most)
         if self._seeing and not builder.grants:
@@ -298,7 +303,7 @@ class Batcher:
     def _encode(self, builder: StepBuilder, prefilling: Items[Sequence]) -> bool:
         """Have the step encode what comes before all prompts that could be in it, and whether it does: then it is to
         have none of these."""
-        turns = [s.turn for s in prefilling if self.reach(s, s.computed)]
+        turns = [s.turn for s in prefilling if self._reach(s, s.computed)]
         if self._queues.waiting:
             turns.append(self._queues.waiting.head.turn)
         return self._encode_before(builder, min(turns, default=None))
@@ -310,7 +315,7 @@ class Batcher:
         builder.encodes = encodes.choose(budget, turn, lambda s: s.id not in alone, builder.grants, beside=beside)
         return bool(builder.encodes)
 
-    def reach(self, sequence: Sequence, start: int) -> int:
+    def _reach(self, sequence: Sequence, start: int) -> int:
         """Tokens of it that can be computed from a position on."""
         return self._encodes.most(sequence, start) if sequence.request.media else len(sequence.tokens) - start
 
@@ -355,7 +360,7 @@ class Batcher:
                 break
             if runs:
                 sequence = prefilling.pop()
-                most = min(self.reach(sequence, sequence.computed), builder.left_for(sequence), self._kv.chunk)
+                most = min(self._reach(sequence, sequence.computed), builder.left_for(sequence), self._kv.chunk)
                 if most <= 0:
                     continue
                 count = allowance.chunk(sequence, sequence.computed, most) if allowance.bounded else most
@@ -376,7 +381,7 @@ class Batcher:
         if sequence.id in self._in_flight.ending or sequence.id in self._queues.migrating:
             return  # it goes no further, for now or for good
         count, room = builder.grants.get(sequence, 0), (len(sequence.blocks) + self._pool.available) // sequence.groups
-        reach = self.reach(sequence, sequence.computed)
+        reach = self._reach(sequence, sequence.computed)
         most = min(reach, count + builder.budget, room * BLOCK_TOKENS - sequence.computed)
         more = allowance.lengthened(sequence.computed, count, most) - count
         if more:
@@ -415,7 +420,7 @@ class Batcher:
             return True
         hit = self._kv.prefix_hit(sequence, self._queues.running)
         cached = hit.tokens
-        rest = self.reach(sequence, cached)
+        rest = self._reach(sequence, cached)
         if not rest:
             return self._await_encode(sequence, cached)
         most = min(rest, builder.left_for(sequence), self._kv.chunk)
@@ -438,7 +443,7 @@ class Batcher:
             self.preempt(victim)
         if victims:  # their tokens are available again, and the tail that was found may be one of theirs
             hit = hit._replace(tail=None)
-            cached, rest = hit.tokens, self.reach(sequence, hit.tokens)
+            cached, rest = hit.tokens, self._reach(sequence, hit.tokens)
             if not rest:
                 return self._await_encode(sequence, cached)
             most = min(rest, builder.left_for(sequence), self._kv.chunk)
@@ -472,4 +477,4 @@ class Batcher:
     def check(self) -> None:
         """Raise AssertionError unless every sequence is in one queue, and no more run than may."""
         self._queues.check()
-        assert self.crowd <= self._kv.limits.max_sequences
+        assert self._crowd <= self._kv.limits.max_sequences

@@ -287,8 +287,7 @@ class Scheduler:
             return
         sequence.migrates = False
         if self._queues.migrating.pop(request_id, None) is not None:
-            self._queues.running.append(sequence)
-            self._batcher.called |= not sequence.offline
+            self._batcher.run(sequence)
 
     def migrated(self, request_id: str) -> None:
         """Another instance has taken it over: remove it."""
@@ -367,8 +366,7 @@ class Scheduler:
         sequence.keys = reservation.keys
         sequence.published = reservation.have // sequence.groups
         sequence.cached_tokens = cached_tokens
-        self._queues.running.append(sequence)
-        self._batcher.called |= not sequence.offline
+        self._batcher.run(sequence)
         self._answered.append(sequence)
         self.kv.publish(sequence)
         return sequence
