@@ -11,37 +11,53 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from penstock.nn.loader import load_model
-from penstock.nn.models.decoder import Decoder
-from tests.helpers.checkpoints import SEES, write_checkpoint
-from tests.helpers.engines import make_engine, make_request
-from tests.helpers.pictures import picture, seeing
+from penstock.core.clock import SystemClock
+from penstock.core.request import MediaSpan, Request
+from penstock.core.sampling import SamplingParams
+from penstock.engine.build import EngineOptions, build_engine
+from tools.make_checkpoint import SEES, write
 
 STREAMS, IMAGES, EVERY = 4, 4, 0.7  # answers of text; images, and seconds between two
+SIDE = 16  # of an image, in tokens, each of 28 x 28 pixels
 
 
-def make_model(folder: Path, device: torch.device) -> Decoder:
-    tower = {"hidden_size": 640, "intermediate_size": 1708, "depth": 12, "num_heads": 10, "out_hidden_size": 1024}
-    changes: dict[str, Any] = {
-        **{"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32000},
-        **{"num_attention_heads": 16, "num_key_value_heads": 4},
-        "vision_config": {**SEES["vision_config"], **tower, "fullatt_block_indexes": [3, 7, 11]},
-        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
-    }
-    write_checkpoint(folder, "qwen2.5-vl", dtype=torch.bfloat16, **changes)
-    return load_model(folder, device)
+def asking(name: str, prompt: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(temperature=0.0)
+    return Request(id=name, prompt=prompt, params=params, seed=0, stop_ids=frozenset(), max_tokens=max_tokens)
 
 
-def measure(model: Decoder, *, beside: bool) -> None:
-    engine = make_engine(model, beside=beside, device=model.device.type, blocks=256, address_mode="table")
+def seeing(name: str, number: int) -> Request:
+    """A request with an image of its own between some text."""
+    pixels = np.random.default_rng(number).integers(0, 256, (1, 28 * SIDE, 28 * SIDE, 3), dtype=np.uint8).tobytes()
+    digest = blake2b(pixels, digest_size=16).digest()
+    span = MediaSpan(10, SIDE**2, digest, "image", (1, SIDE, SIDE), 1.0, (1, 28 * SIDE, 28 * SIDE))
+    request = asking(name, [1] * 10 + [SEES["image_token_id"]] * SIDE**2 + [2] * 10, max_tokens=4)
+    return replace(request, media=(span,), pixels=(pixels,))
+
+
+def measure(model: Path, device: str, *, beside: bool) -> None:
+    options = EngineOptions(
+        model=str(model),
+        device=device,
+        max_model_len=1024,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        kv_cache_memory=1 << 28,
+        kv_address_mode="table",
+        scheduling_policy="fcfs",
+        speculative_config="off",
+        encode_beside="on" if beside else "off",
+    )
+    built = build_engine(options, SystemClock())
+    engine = built.engine
     for i in range(STREAMS):
-        engine.add(make_request(f"text {i}", [1 + i] * 60, max_tokens=900))
+        engine.add(asking(f"text {i}", [1 + i] * 60, max_tokens=900))
     for _ in range(20):
         engine.step()
     began = time.perf_counter()
@@ -50,8 +66,7 @@ def measure(model: Decoder, *, beside: bool) -> None:
     while len(firsts) < IMAGES:
         now = time.perf_counter()
         if len(asked) < IMAGES and now >= began + EVERY * len(asked):
-            image = picture(16, 16, len(asked))
-            engine.add(seeing(f"image {len(asked)}", [[1] * 10, image, [2] * 10], max_tokens=4))
+            engine.add(seeing(f"image {len(asked)}", len(asked)))
             asked.append(now)
         for output in engine.step()[0]:
             kind, number = output.request_id.split()
@@ -61,7 +76,7 @@ def measure(model: Decoder, *, beside: bool) -> None:
                 last[int(number)] = now
             elif not output.start:
                 firsts.append(now - asked[int(number)])
-    engine.close()
+    built.close()
     text, image_ms = np.array(gaps) * 1e3, np.array(firsts) * 1e3
     print("beside steps:" if beside else "in steps:", flush=True)
     print(f"  text: {text.mean():.1f} ms a token, at most {text.max():.0f}")
@@ -69,12 +84,12 @@ def measure(model: Decoder, *, beside: bool) -> None:
 
 
 def main() -> None:
-    device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", device)
+        write("qwen2.5-vl-0.2b", Path(folder), device)
         for _ in range(2):
             for beside in (False, True):
-                measure(model, beside=beside)
+                measure(Path(folder), device, beside=beside)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,29 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2.5-vl-0.2b": (
+        "qwen2_5_vl",
+        {
+            **SEES,
+            "text_config": {
+                **size(1024, 12, 16, 4, 2816),
+                "vocab_size": 32000,
+                "bos_token_id": None,
+                "eos_token_id": 2,
+                "max_position_embeddings": 32768,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+            },
+            "vision_config": {
+                "depth": 12,
+                "hidden_size": 640,
+                "num_heads": 10,
+                "intermediate_size": 1708,
+                "out_hidden_size": 1024,
+                "fullatt_block_indexes": [3, 7, 11],
+                "tokens_per_second": 2,
+            },
+        },
+    ),
     "deepseek-tiny": (
         "deepseek_v3",
         {
