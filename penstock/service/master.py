@@ -6,7 +6,7 @@ A pure controller: `tick` takes events and returns actions. `master_pump.py` dri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -62,12 +62,11 @@ from penstock.service.instances import InstanceJoined, InstanceLeft
 from penstock.service.kv_sources import brought_by
 from penstock.service.placed import PlacedSequences
 from penstock.service.policies import Policies
-from penstock.service.queue import RateWindow, Tracked, WaitQueue
+from penstock.service.queue import MasterQueue, RateWindow, Tracked
 from penstock.service.recorder import Recorder
 from penstock.service.session import FleetLimits, InstanceSession, Scaler
 
 LISTED = 8  # instances that an error names one by one
-SHOWN = 256  # offline sequences that policies see, of however many wait
 RENEWED = 64  # waiting sequences of which it is looked at what the caches have by now: the first
 RENEWED_KEYS = 1 << 12  # of theirs, at most, at one time
 
@@ -118,9 +117,7 @@ class Master:
         )
         self._frontends: dict[str, float] = {}  # name -> when it was heard
         self._frontend_incarnations: dict[str, int] = {}
-        self._queue = WaitQueue()  # online
-        self._backlog = WaitQueue(shown=SHOWN)  # offline
-        self._unplaceable: dict[Key, Tracked] = {}  # that no instance can take now, of which policies are not told
+        self._waiting = MasterQueue()
         self._untold: list[Key] = []  # queued ones, whose frontends have not been sent `Queued`
         self._placed = PlacedSequences(self.fleet, recorder)
         self._rates = RateWindow()
@@ -128,7 +125,7 @@ class Master:
     @property
     def waiting(self) -> int:
         """Sequences without a place."""
-        return len(self._queue) + len(self._backlog) + len(self._unplaceable)
+        return len(self._waiting)
 
     @property
     def prefixes(self) -> PrefixTotals | None:
@@ -230,8 +227,7 @@ class Master:
         gone = {name for name, heard in self._frontends.items() if now - heard > LEASE}
         if not gone:
             return []
-        queues: tuple[Mapping[Key, Tracked], ...] = (self._queue, self._backlog, self._unplaceable)
-        queued = [(key[0], waiting.place) for queue in queues for key, waiting in queue.items()]
+        queued = [(key[0], waiting.place) for key, waiting in self._waiting.items()]
         why = f"the frontend was not heard for {LEASE:g} s"
         told: list[Action] = [
             ToFrontend(name, NoPlace(place.request_id, place.generation, why)) for name, place in queued if name in gone
@@ -244,7 +240,7 @@ class Master:
 
     def _forget(self, now: float, frontends: set[str]) -> None:
         """End their sequences."""
-        held = [*self._placed.sequences, *self._queue, *self._backlog, *self._unplaceable]
+        held = [*self._placed.sequences, *self._waiting]
         for key in [key for key in held if key[0] in frontends]:
             self._end(now, key)
 
@@ -255,7 +251,7 @@ class Master:
         before = self._placed.sequences.get(key)
         if before is not None and before.placed is not None and before.place.generation == place.generation:
             return [ToFrontend(frontend, before.placed)]  # asked twice, by a frontend that lost its connection
-        waiting = self._waiting(key)
+        waiting = self._waiting.get(key)
         if waiting is not None and waiting.place.generation == place.generation:
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         known = before or waiting
@@ -270,14 +266,14 @@ class Master:
         if self._able_for(sequence, self.fleet.roster.able(now)):
             self._admit(now, key, sequence)
         elif place.patience > 0 or place.hedged:
-            self._unplaceable[key] = sequence
+            self._waiting.unplaceable[key] = sequence
             return [ToFrontend(frontend, Queued(place.request_id, place.generation))]
         else:
             return [self._no_place(now, frontend, place)]
         return []
 
     def _admit(self, now: float, key: Key, sequence: Tracked) -> None:
-        (self._backlog if sequence.place.offline else self._queue)[key] = sequence
+        self._waiting.queue_for(sequence)[key] = sequence
         self._untold.append(key)
         if not (sequence.counted or sequence.place.offline):
             self._rates.arrive(now, sequence.demand)
@@ -289,32 +285,32 @@ class Master:
 
     def _readmit_to(self, name: str) -> None:
         """Another incarnation has begun there, which has failed no sequence."""
-        for sequence in self._unplaceable.values():
+        for sequence in self._waiting.unplaceable.values():
             sequence.demand = msgspec.structs.replace(sequence.demand, exclude=sequence.demand.exclude - {name})
 
     def _readmit(self, now: float) -> None:
         """Queue what an instance can take by now."""
-        if not self._unplaceable:
+        if not self._waiting.unplaceable:
             return
         able = self.fleet.roster.able(now)
-        waiting = [(key, sequence) for key, sequence in self._unplaceable.items() if not sequence.place.hedged]
+        waiting = [(key, sequence) for key, sequence in self._waiting.unplaceable.items() if not sequence.place.hedged]
         for key in [key for key, sequence in waiting if self._able_for(sequence, able)]:
             self._queue_again(now, key)
 
     def _readmit_hedged(self, now: float, actions: list[Action]) -> None:
         """The same of what still runs and waits for room: one after the other, as each takes some of it. Not at every
         event: an instance may have had many, and all others be full."""
-        waiting = [key for key, s in self._unplaceable.items() if s.place.hedged and s.until < inf]
+        waiting = [key for key, s in self._waiting.unplaceable.items() if s.place.hedged and s.until < inf]
         roomy = _roomy(self.fleet.roster.able(now)) if waiting else []
         for key in waiting:
-            if self._able_for(self._unplaceable[key], roomy):
+            if self._able_for(self._waiting.unplaceable[key], roomy):
                 self._queue_again(now, key)
                 self._decide(now, actions)
-                if key in self._queue:
+                if key in self._waiting.online:
                     return  # the policy has it wait
 
     def _queue_again(self, now: float, key: Key) -> None:
-        sequence = self._unplaceable.pop(key)
+        sequence = self._waiting.unplaceable.pop(key)
         sequence.demand = self._with_cached(now, sequence.demand, sequence.place)
         self._admit(now, key, sequence)
 
@@ -322,7 +318,7 @@ class Master:
         ttft, tpot = _target(place.ttft_ms), _target(place.tpot_ms)
         priorities = self._policies.priorities
         if priorities is not None and not place.offline and place.ttft_ms is None and place.tpot_ms is None:
-            ttft, tpot = priorities.target(place.priority, self._queue.priorities[place.priority])
+            ttft, tpot = priorities.target(place.priority, self._waiting.online.priorities[place.priority])
         demand = Demand(
             key=key,
             prompt_tokens=place.prompt_tokens,
@@ -356,10 +352,10 @@ class Master:
 
     def _decide(self, now: float, actions: list[Action]) -> None:
         """Ask the policy for decisions until it returns none, and add their actions."""
-        if not (self._queue or self._backlog):
+        if not (self._waiting.online or self._waiting.offline):
             self.wake = inf
             return
-        while self._queue or self._backlog:
+        while self._waiting.online or self._waiting.offline:
             view = self._view(now)
             verdict = self._policies.dispatch.decide(view, self._rng) if view.instances else Later()
             if verdict.moves:
@@ -374,7 +370,7 @@ class Master:
 
     def _take(self, now: float, view: ClusterView, decision: Decision) -> Action:
         key = decision.key
-        sequence = self._queue.pop(key) or self._backlog.pop(key)
+        sequence = self._waiting.pop(key)
         assert sequence is not None
         demand, place = sequence.demand, sequence.place
         if not demand.max_tokens and decision.decode is not None:  # nothing is left to do after a prompt to embed
@@ -432,31 +428,31 @@ class Master:
     def _renew_alike(self, now: float, name: str, keys: Sequence[bytes]) -> None:
         """A prompt was sent to an instance: those of the first in the queue that begin alike will find that there, so
         that a burst of them does not have the same computed by several."""
-        for key, waiting in list(islice(self._queue.items(), RENEWED)):
+        for key, waiting in list(islice(self._waiting.online.items(), RENEWED)):
             theirs = waiting.place.keys
             if theirs and theirs[0] == keys[0] and not waiting.place.interrupted:
                 known = -(-waiting.demand.hits.get(name, 0) // BLOCK_TOKENS)
                 if theirs[known : known + 1] == keys[known : known + 1] != []:
-                    self._queue.renew(key, self._with_cached(now, waiting.demand, waiting.place))
+                    self._waiting.online.renew(key, self._with_cached(now, waiting.demand, waiting.place))
 
     def _renew_first(self, now: float) -> None:
         """Caches change while sequences wait."""
         left = RENEWED_KEYS
-        for key, waiting in list(islice(self._queue.items(), RENEWED)):
+        for key, waiting in list(islice(self._waiting.online.items(), RENEWED)):
             left -= len(waiting.place.keys)
             if left < 0:
                 return
             if waiting.place.interrupted:
                 continue  # of these more is looked at than of others
             if (demand := self._with_cached(now, waiting.demand, waiting.place)) != waiting.demand:
-                self._queue.renew(key, demand)
+                self._waiting.online.renew(key, demand)
 
     def _hold(self, now: float, later: Later) -> list[Action]:
         """Send `Queued` for sequences that begin to wait."""
         actions: list[Action] = []
         for key in self._untold:
-            queued = self._queue.get(key) or self._backlog.get(key)
-            if queued is not None:
+            queued = self._waiting.get(key)
+            if queued is not None and key not in self._waiting.unplaceable:
                 actions.append(ToFrontend(key[0], Queued(key[1], queued.place.generation)))
                 if self._recorder is not None:
                     self._recorder.held(now, queued.demand, key[1], key[0], later)
@@ -481,7 +477,7 @@ class Master:
     def _settle(self, now: float, key: Key, settled: Settled) -> None:
         """It is said where a sequence is."""
         flight, session = self._placed.sequences.get(key), self.fleet.sessions.get(settled.instance)
-        known = flight or self._waiting(key)
+        known = flight or self._waiting.get(key)
         if known is None:
             return
         if flight is None or settled.generation < known.place.generation:
@@ -506,12 +502,8 @@ class Master:
             flight.open = self._policies.migration is not None and demand.max_tokens > 1
         session.house(demand)
 
-    def _waiting(self, key: Key) -> Tracked | None:
-        """One that has no place yet."""
-        return self._queue.get(key) or self._backlog.get(key) or self._unplaceable.get(key)
-
     def _end(self, now: float, key: Key, outcome: Outcome | None = None, refused: str = "") -> None:
-        queued = self._queue.pop(key) or self._backlog.pop(key) or self._unplaceable.pop(key, None)
+        queued = self._waiting.pop(key)
         over = self._placed.end(now, key)
         if self._recorder is not None and (over or (queued and queued.counted)):
             self._recorder.ended(now, key[1], key[0], outcome, refused)
@@ -532,13 +524,10 @@ class Master:
         able, shortest = self.fleet.roster.able(now), self.fleet.roster.shortest
         roomy = _roomy(able)
         actions: list[Action] = []
-        for queue in (self._queue, self._backlog):
-            doubtful = [(key, queue[key]) for key in queue.doubtful(shortest)]
-            for key in [key for key, s in doubtful if not self._able_for(s, roomy if s.place.hedged else able)]:
-                sequence = queue.pop(key)
-                assert sequence is not None
-                self._unplaceable[key] = sequence
-        for key, sequence in [(key, sequence) for key, sequence in self._unplaceable.items() if sequence.until < now]:
+        for key, sequence in self._waiting.doubtful(shortest):
+            if not self._able_for(sequence, roomy if sequence.place.hedged else able):
+                self._waiting.set_aside(key)
+        for key, sequence in [(k, s) for k, s in self._waiting.unplaceable.items() if s.until < now]:
             actions.append(self._no_place(now, key[0], sequence.place))
             if sequence.place.hedged:
                 sequence.until = inf  # it goes on where it is, as its frontend is about to say
@@ -561,8 +550,8 @@ class Master:
             now=now,
             instances=self.fleet.roster.loads(now),
             shortest=self.fleet.roster.shortest,
-            queue=self._queue.demands,
-            offline=self._backlog.demands,
+            queue=self._waiting.online.demands,
+            offline=self._waiting.offline.demands,
             rates=self._rates.rates(now),
             encoders=[session.view() for session in self.fleet.roster.encoders(now)],
         )
@@ -583,9 +572,9 @@ class Master:
         rates = self._rates.rates(now)
         return Overview(
             frontends=len(self._frontends),
-            waiting=len(self._queue),
-            offline_waiting=len(self._backlog),
-            unplaceable=len(self._unplaceable),
+            waiting=len(self._waiting.online),
+            offline_waiting=len(self._waiting.offline),
+            unplaceable=len(self._waiting.unplaceable),
             placed=len(self._placed.sequences),
             instances=self.fleet.overviews(now),
             fleet=self.fleet.account.totals(now),
@@ -598,9 +587,8 @@ class Master:
         """Raise AssertionError unless every placed sequence is counted once on each side."""
         self._placed.check()
         self.fleet.check()
-        self._queue.check()
-        self._backlog.check()
-        held = [*self._queue, *self._backlog, *self._unplaceable, *self._placed.sequences]
+        self._waiting.check()
+        held = [*self._waiting, *self._placed.sequences]
         assert len(held) == len(set(held)), "a sequence is in two places"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -19,6 +20,7 @@ REMEMBERED = 8  # length of the history: changes for each waiting sequence, and 
 MEMORY = 256
 WINDOW = 10.0  # seconds
 SURE = 1.0  # seconds after which a measured rate is better than the last one
+SHOWN = 256  # offline sequences that policies see, of however many wait
 TALLIED = 0.1  # seconds of a tally
 TALLIES = 1200  # that are kept for whoever asks for them
 
@@ -141,6 +143,56 @@ class WaitQueue(dict[Key, Tracked]):
         assert list(self._picky) == [key for key, waiting in self.items() if waiting.demand.exclude]
         assert self.priorities == Counter(waiting.demand.priority for waiting in self.values())
         assert all(waiting.demand.tokens <= self._longest for waiting in self.values())
+
+
+class MasterQueue:
+    """Sequences that wait at the master for a place.
+
+    Attributes:
+        online, offline: of which policies are told.
+        unplaceable: those that no instance can take now, of which they are not.
+    """
+
+    def __init__(self) -> None:
+        self.online, self.offline = WaitQueue(), WaitQueue(shown=SHOWN)
+        self.unplaceable: dict[Key, Tracked] = {}
+
+    def __len__(self) -> int:
+        return len(self.online) + len(self.offline) + len(self.unplaceable)
+
+    def __iter__(self) -> Iterator[Key]:
+        return chain(self.online, self.offline, self.unplaceable)
+
+    def items(self) -> list[tuple[Key, Tracked]]:
+        return [*self.online.items(), *self.offline.items(), *self.unplaceable.items()]
+
+    def get(self, key: Key) -> Tracked | None:
+        return self.online.get(key) or self.offline.get(key) or self.unplaceable.get(key)
+
+    def pop(self, key: Key) -> Tracked | None:
+        """None when it does not wait."""
+        return self.online.pop(key) or self.offline.pop(key) or self.unplaceable.pop(key, None)
+
+    def queue_for(self, sequence: Tracked) -> WaitQueue:
+        """Where it waits while some instance can take it."""
+        return self.offline if sequence.place.offline else self.online
+
+    def doubtful(self, shortest: int) -> list[tuple[Key, Tracked]]:
+        """Of those that policies are told of, those that some instance cannot take; see `WaitQueue`."""
+        return [(key, queue[key]) for queue in (self.online, self.offline) for key in queue.doubtful(shortest)]
+
+    def set_aside(self, key: Key) -> None:
+        """No instance can take it now."""
+        sequence = self.online.pop(key) or self.offline.pop(key)
+        assert sequence is not None
+        self.unplaceable[key] = sequence
+
+    def check(self) -> None:
+        """Raise AssertionError unless each waits in one place."""
+        self.online.check()
+        self.offline.check()
+        keys = list(self)
+        assert len(keys) == len(set(keys)), "a sequence waits twice"
 
 
 class RateWindow:

@@ -151,7 +151,7 @@ def test_what_an_instance_can_take_waits_as_long_as_the_policy_wants():
         askers = service.add(*(f"r{i}" for i in range(40)))  # nobody can take them yet
         service.learn()
         await until(lambda: service.master.waiting == 40)
-        await until(lambda: not service.master._unplaceable)
+        await until(lambda: not service.master._waiting.unplaceable)
         service.engine_client.tick()
         assert b'num_requests_waiting{engine="master",model_name="m"} 40.0' in Exposition([service.metrics]).render()[0]
         await asyncio.sleep(MASTER_LEARNS + 2 * TICK)

@@ -1,10 +1,14 @@
 """Who waits at the master."""
 
+from math import inf
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.wire.master import Place
 from penstock.sched.cluster.columns import QueueColumns
-from penstock.service.queue import MEMORY, Tracked, WaitQueue
+from penstock.service.queue import MEMORY, MasterQueue, Tracked, WaitQueue
 from tests.helpers.policies import demand
 
 names = st.integers(0, 7)
@@ -47,3 +51,22 @@ def test_what_has_come_and_gone_is_not_kept_for_ever():
         assert columns.of(line).tolist() == [[number]]
         assert queue.pop(("f", str(number))) is not None
     assert len(histories) > 1
+
+
+def test_what_the_master_cannot_place_now_is_set_aside_and_is_in_one_place():
+    queue = MasterQueue()
+    for name, offline in (("r", False), ("s", True), ("t", False)):
+        asked = demand(name, 50, exclude=frozenset("a" * (name != "t")))
+        sequence = Tracked(asked, Place(name, 50, 10, [], offline=offline), -inf)
+        queue.queue_for(sequence)[sequence.demand.key] = sequence
+    assert (len(queue.online), len(queue.offline), len(queue)) == (2, 1, 3)
+    assert [key[1] for key, _ in queue.doubtful(1000)] == ["r", "s"], "some instance cannot take them"
+    queue.set_aside(("f", "s"))
+    queue.check()
+    assert (list(queue.unplaceable), len(queue.offline), len(queue)) == ([("f", "s")], 0, 3)
+    assert {key[1] for key in queue} == {"r", "s", "t"}
+    assert queue.get(("f", "s")) is queue.pop(("f", "s")) is not None
+    assert queue.get(("f", "s")) is None
+    queue.unplaceable["f", "t"] = queue.online["f", "t"]
+    with pytest.raises(AssertionError):
+        queue.check()
