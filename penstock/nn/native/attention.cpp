@@ -92,7 +92,7 @@ float* take(std::vector<float>& memory, int64_t floats) {
 
 // One more split of a tile has its sums, at `left`; with the last of them they are added up.
 template <class E, class C>
-void finish(Tile<E, C>& tile, const Call<E>& call, const Item& item, const Shared& shared, float* left,
+void finish(AttentionTile<E, C>& tile, const Call<E>& call, const Item& item, const Shared& shared, float* left,
             std::atomic<int64_t>& missing) {
     if (missing.fetch_sub(1) > 1) return;
     const int64_t queries = item.rows * call.group, sums = item.heads * Sums::floats(queries, call.width);
@@ -111,7 +111,7 @@ struct Room {
     Room(const Call<E>& call, const Item& item) {
         static thread_local std::vector<float> memory;
         const int64_t queries = item.rows * call.group, sums = item.heads * Sums::floats(queries, call.width);
-        total = take(memory, 2 * sums + Tile<E, C>::floats(call, queries, item.heads));
+        total = take(memory, 2 * sums + AttentionTile<E, C>::floats(call, queries, item.heads));
         part = total + sums, scratch = total + 2 * sums;
     }
 };
@@ -119,7 +119,7 @@ struct Room {
 template <class E, class C>
 void compute(const Call<E>& call, const Item& item, const Work& work, float* left, std::atomic<int64_t>* missing) {
     const Room<E, C> room(call, item);
-    Tile<E, C> tile(call, item, room.scratch);
+    AttentionTile<E, C> tile(call, item, room.scratch);
     if (item.shared < 0) {
         tile.sum(room.total, room.part);
         tile.write(room.total);
@@ -216,7 +216,7 @@ int64_t collect(Posting& posting, const Call<E>& call, const Work& work, const s
         std::memcpy(first + (item.from - shared.first) * sums, reinterpret_cast<char*>(&area) + item.posted->sums,
                     sums * sizeof(float));
         const Room<E, C> room(call, item);
-        Tile<E, C> tile(call, item, room.scratch);
+        AttentionTile<E, C> tile(call, item, room.scratch);
         finish(tile, call, item, shared, first, missing[item.shared]);
     }
     area.posted.store(0);
@@ -276,7 +276,7 @@ void help_with(const Area& area, const PostedSplit& split, Cache cache) {
                        area.scale, 0, area.heads / area.kv_heads, whole_vectors(cache.dim), whole_vectors(cache.value_dim)};
     const Item item{0, 0, 0, posted.rows, split.head, split.heads, split.split, split.split + 1, 0, nullptr};
     const Room<E, C> room(call, item);
-    Tile<E, C> tile(call, item, room.scratch);
+    AttentionTile<E, C> tile(call, item, room.scratch);
     tile.sum(reinterpret_cast<float*>(base + split.sums), room.part);
 }
 

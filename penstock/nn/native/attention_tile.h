@@ -69,11 +69,11 @@ struct Shared {
 
 // Queries are numbered row * group + head of the group, for each head of K and V by itself. Rows are of E, and the cache of C.
 template <class E, class C>
-class Tile {
+class AttentionTile {
     using U = UnitOf<C>;
 
    public:
-    Tile(const Call<E>& call, const Item& item, float* scratch)
+    AttentionTile(const Call<E>& call, const Item& item, float* scratch)
         : call_(call),
           cache_(call.cache),
           span_(call.batch.spans[item.span]),
