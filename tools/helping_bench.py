@@ -1,12 +1,13 @@
-"""What it brings that data-parallel groups attend for each other, on this machine's processors.
+"""What it brings that data-parallel groups attend for each other, or give each other sequences, on this machine's
+processors.
 
 usage: python -m tools.helping_bench FOLDER [--contexts 16384 16384] [--short 512]
 
 Two groups of one process and one thread each decode with a model with experts (`tools/make_checkpoint.py`): the first
-one long contexts, the second as many short ones. Steps in which each attends alone, and steps in which the second may
-help, take turns; which parts of contexts it may help with is decided, and copied, as in an engine. Of each kind the
-median is printed: how long a step takes, and how long each group has a processor in it: the longest of these is how
-long a step takes where there is a processor for each.
+one long contexts, the second as many short ones. Steps in which each attends alone, steps in which the second may
+help, and steps with sequences where they would be after a move take turns. Which parts of contexts the second may help
+with is decided, and copied, as in an engine. Of each kind the median is printed: how long a step takes, and how long
+each group has a processor in it: the longest of these is how long a step takes where there is a processor for each.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
 from penstock.nn.streams import Stream
 from penstock.sched.local.sequence import blocks_for
+from penstock.sched.parallel.groups import BATCH, SEQUENCE, GroupLoad, even_out
 from tools.apart import run
 
 GROUPS, TOGETHER = 2, 40  # steps after which all that is to be copied is there
-MODES = "each alone", "helped"
+ALONE, HELPED, MOVED = MODES = "each alone", "helped", "moved"
 CPU = torch.device("cpu")
 
 
@@ -50,6 +52,17 @@ def options(args: argparse.Namespace, group: int) -> EngineOptions:
         enable_expert_parallel=True,
         helper_kv_memory=args.copies << 20,
     )
+
+
+def moved(contexts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Contexts of each group, after all moves of whole sequences that make the longest shorter."""
+    there = [tuple(enumerate(own)) for own in contexts]
+    found = [list(own) for own in contexts]
+    for move in even_out([GroupLoad(own, sum(map(sum, contexts))) for own in there], 1.0, kinds=(BATCH, SEQUENCE)):
+        for sequence in move.sequences:
+            found[move.source].remove(contexts[move.source][sequence])
+            found[move.target].append(contexts[move.source][sequence])
+    return found
 
 
 def plan_of(contexts: Sequence[int]) -> StepPlan:
@@ -68,21 +81,23 @@ def group(args: argparse.Namespace) -> None:
     memory = GroupMemory(args.memory, options(args, own))
     shard = Shard(experts=memory.experts(0, 0, memory.ranks(0, 0, os.getppid()), Stream()))
     model = load_model(args.folder, CPU, shard=shard)
-    plan = plan_of(args.contexts if own == 0 else [args.short] * len(args.contexts))
+    contexts = [args.contexts, [args.short] * len(args.contexts)]
+    plan, after = plan_of(contexts[own]), plan_of(moved(contexts)[own])
     layout = make_layout(model.config, model.dtype, "block", "bench", args.kv_cache_dtype)
-    cache = KVCache.on_device(layout, 1 + max(max(step.blocks) for step in plan.sequences), CPU)
+    blocks = 1 + max(max(step.blocks) for step in (*plan.sequences, *after.sequences))
+    cache = KVCache.on_device(layout, blocks, CPU)
     cache.slots.zero_()
     runner = Runner(model, cache)
     helpers = runner.helpers = open_helpers(memory.helpers(0, 0, os.getppid()), memory.copies(own), model, cache)
     layers = sum(isinstance(part, MixtureOfExperts) for part in model.model.layers.modules())
     wanted = HelpWanted(memory, cache, helpers, layers, memory.ahead + 2)
     found: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in MODES}
-    for turn in range(2 * (TOGETHER + args.steps)):
-        helped = wanted.next(plan)
-        mode = MODES[turn % 2]
+    for turn in range(len(MODES) * (TOGETHER + args.steps)):
+        mode = MODES[turn % len(MODES)]
+        helped = after if mode == MOVED else wanted.next(plan)
         pieces, worked = helpers.helped, time.thread_time()
-        runner.run(helped if mode == MODES[1] else replace(helped, helped=()))
-        if turn >= 2 * TOGETHER:
+        runner.run(replace(helped, helped=()) if mode == ALONE else helped)
+        if turn >= len(MODES) * TOGETHER:
             found[mode].append((runner.took, time.thread_time() - worked, helpers.helped - pieces))
     for mode in MODES:
         step, worked, others = (statistics.median(column) for column in zip(*found[mode], strict=True))

@@ -31,6 +31,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,7 +317,13 @@ def introduce(
         weights_from=weights_from,
         weights_seconds=0.0 if loaded is None else loaded.seconds,
         weights_at="" if peers is None else peers.serve(device),
+        meets=meeting_place(settings["options"]),
     )
+
+
+def meeting_place(options: Mapping[str, Any]) -> str:
+    """Where an engine waits for other data-parallel groups in every step; "" where it does not."""
+    return options.get("data_parallel_address") or "" if options.get("enable_expert_parallel") else ""
 
 
 def device_model(built: Built | BuiltModelled) -> DeviceModel:

@@ -109,6 +109,12 @@ class Metrics:
         self._structured = families.counters(
             "structured_requests", "Prompts whose outputs are to have a form, by what says which", "kind", KINDS
         )
+        self._relocations = Counter(
+            PREFIX + "relocations",
+            "Sequences that were told where to go on, by reason",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
         self._handoffs = families.counter("handoffs", "Sequences that went on in another instance after their prompt")
         self._lacking = families.counter(
             "image_fallbacks", "Images that another instance was to look at, and that were looked at where prefilled"
@@ -278,6 +284,11 @@ class Metrics:
     def observe_handoff(self) -> None:
         """A sequence was handed over to a decode instance."""
         self._handoffs.inc()
+
+    @_later
+    def observe_relocation(self, reason: str) -> None:
+        """A sequence that runs is to go on at another instance, or where it is."""
+        self._relocations.labels(self._model_name, reason).inc()
 
     @_later
     def observe_recovery(self, how: str, took: float, predicted: float | None, recompute: float | None) -> None:

@@ -220,6 +220,7 @@ class Dispatcher:
                 case Queued():
                     pass  # it is in the master's queue; another answer follows
                 case Relocate():
+                    self._metrics.observe_relocation(answer.reason.partition(":")[0])
                     self._move(flight, answer.peer)
         except Exception as error:
             self._cannot_place(flight, error)

@@ -49,7 +49,7 @@ class Mesh:
         if not self._everybody:  # without roles no instance may need a link: skip the scan
             mine = session.role
             linked = {role for role in get_args(Role) if hands_over(mine, role) or hands_over(role, mine)}
-            others = [other for other in others if other.role in linked]
+            others = [other for other in others if other.role in linked or _meet(session, other)]
         return [
             action
             for other in others
@@ -71,7 +71,7 @@ class Mesh:
     def _may_link(self, source: InstanceSession, target: InstanceSession) -> bool:
         """Whether one should be able to hand over to the other."""
         linkable = bool(source.peer.address and target.peer.address)
-        return linkable and (self._everybody or hands_over(source.role, target.role))
+        return linkable and (self._everybody or hands_over(source.role, target.role) or _meet(source, target))
 
     def leave(self, name: str) -> list[Action]:
         """An instance was lost."""
@@ -114,6 +114,11 @@ class Mesh:
             failed = {other for source, other in self._failed if source == name}
             assert session.peers == session.links.keys() - failed, "links are miscounted"
             assert session.links.keys() | session.unlinked.keys() <= self._sessions.keys(), "a link to nobody"
+
+
+def _meet(one: InstanceSession, other: InstanceSession) -> bool:
+    """Whether they wait for each other in every step, and so may have to give each other what they run."""
+    return bool(one.ready.meets) and one.ready.meets == other.ready.meets
 
 
 def may_fetch(here: InstanceSession, there: InstanceSession) -> bool:

@@ -123,7 +123,8 @@ class ModelSection:
             self._check_warm_pool(groups)
         self._check_groups(groups, shares, alone=cluster is None, ray=ray is not None)
         self._check_meetings(groups, ray is not None, server["enable_sleep_mode"])
-        linked = "transport" in spots or bool(roles) or (BUNDLES[policy].moves and _can_be_linked(groups))
+        moves = BUNDLES[policy].moves or any(group.layout.meets for group in groups)
+        linked = "transport" in spots or bool(roles) or (moves and _can_be_linked(groups))
         if cluster is not None:
             linked |= bool(groups) and all(group.shares_memory for group in groups)
         if common is None and (cluster is not None or ray is not None):

@@ -26,6 +26,7 @@ from penstock.sched.cluster.colocation import LatencyRoles
 from penstock.sched.cluster.conversion import Conversions
 from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.cluster.epd_profiler import EPDProfiler
+from penstock.sched.cluster.group_balance import GroupBalance
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.pull import Pull
@@ -80,8 +81,9 @@ class Circumstances:
     def roles(self) -> RolePolicy | None:
         return ElasticRoles() if self.live_roles else None
 
-    def conversions(self) -> Balancer | None:
-        return Conversions() if self.live_roles else None
+    def balance(self) -> Balancer:
+        """Of a bundle that has none of its own."""
+        return Together(*([Conversions()] if self.live_roles else []), GroupBalance())
 
     def scaling(self, sizing: Sizing) -> ScalingPolicy:
         return Bounded(sizing, interval=self.interval, out=self.cooldown_out, back=self.cooldown_in)
@@ -106,7 +108,7 @@ class Bundle:
 def dispatched(make: Callable[[], DispatchPolicy]) -> Bundle:
     """A bundle with a dispatch policy only."""
     return Bundle(
-        make=lambda at: Policies(dispatch=make(), balance=at.conversions(), roles=at.roles(), priorities=at.mapping())
+        make=lambda at: Policies(dispatch=make(), balance=at.balance(), roles=at.roles(), priorities=at.mapping())
     )
 
 
@@ -123,7 +125,7 @@ def _xllm(at: Circumstances) -> Policies:
     return Policies(
         dispatch=Colocated(dispatch, colocation),
         migration=dispatch,
-        balance=Together(Conversions(), Pull(colocation)),
+        balance=Together(Conversions(), Pull(colocation), GroupBalance()),
         roles=ColocatedRoles(roles, colocation),
         priorities=at.mapping(),
     )
@@ -131,7 +133,7 @@ def _xllm(at: Circumstances) -> Policies:
 
 def _hfx(at: Circumstances) -> Policies:
     hfx = HFX()
-    return Policies(dispatch=hfx, migration=hfx, balance=at.conversions(), roles=at.roles(), priorities=at.mapping())
+    return Policies(dispatch=hfx, migration=hfx, balance=at.balance(), roles=at.roles(), priorities=at.mapping())
 
 
 def _epd(at: Circumstances) -> Policies:
@@ -139,7 +141,7 @@ def _epd(at: Circumstances) -> Policies:
     profiler = EPDProfiler(at.media_route)
     return Policies(
         dispatch=DISPATCH["least-loaded"](),
-        balance=Conversions(),
+        balance=Together(Conversions(), GroupBalance()),
         roles=profiler,
         priorities=at.mapping(),
         media=profiler,
@@ -151,7 +153,7 @@ def _unified(at: Circumstances) -> Policies:
     return Policies(
         dispatch=unified,
         migration=unified,
-        balance=Together(Conversions(), Balance()),
+        balance=Together(Conversions(), Balance(), GroupBalance()),
         roles=ElasticRoles(),
         priorities=at.mapping(),
     )

@@ -342,6 +342,7 @@ class InstanceSession:
             load_ms={} if seen is None else seen.load_ms,
             encoding_tokens=self.encoding_tokens,
             encode_ms=self.encode_ms,
+            meets=ready.meets,
             peers=self.peers,
             unlinked=self.unlinked,
         )

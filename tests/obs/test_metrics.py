@@ -280,6 +280,7 @@ def test_decisions_and_hand_offs() -> None:
     metrics.observe_routing("round-robin", "colocated")
     metrics.observe_routing("round-robin", "colocated")
     metrics.observe_handoff()
+    metrics.observe_relocation("sequence")
     metrics.observe_recovery("fetch", 0.5, 0.25, 1.5)
     metrics.observe_recovery("recompute", 0.5, None, None)
     assert {how: value(metrics, "recoveries_total", how=how) for how in ("fetch", "recompute")} == {
@@ -291,6 +292,7 @@ def test_decisions_and_hand_offs() -> None:
         assert tuple(value(metrics, name, how=how) for name in names) == expected
     assert value(metrics, "routing_decisions_total", policy="round-robin", reason="colocated") == 2
     assert value(metrics, "handoffs_total") == 1
+    assert value(metrics, "relocations_total", reason="sequence") == 1
 
 
 def test_predictions_may_be_too_early_and_too_late() -> None:

@@ -6,7 +6,18 @@ import random
 import pytest
 
 from penstock.core.wire.engine import SetRole
-from penstock.core.wire.master import Begun, Ended, Endpoint, Join, NoPlace, Outcome, Place, Placed
+from penstock.core.wire.master import (
+    Begun,
+    Ended,
+    Endpoint,
+    Join,
+    NoPlace,
+    Outcome,
+    Place,
+    Placed,
+    Relocate,
+    Settled,
+)
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
@@ -165,3 +176,25 @@ def test_whatever_happens_everything_gets_its_place(policy, shape):
         assert days.master.waiting == 0
         assert not days.master._placed.sequences
         assert days.asked > 30
+
+
+@pytest.mark.parametrize("meets", ["here", ""])
+@pytest.mark.parametrize("policy", STEADY)
+def test_sequences_leave_the_group_that_others_wait_for_whatever_the_policy(policy, meets):
+    roomy = ENGINE | {"max_model_len": 1 << 20, "num_blocks": 20_000}
+    master = Master([Endpoint(name, "") for name in "ab"], BUNDLES[policy].make(Circumstances()), random.Random(0), 1)
+    for name in "ab":
+        master.tick(0.0, FromEngine(name, ready(name, 1, meets=meets, **roomy)))
+    for name in "rs":
+        for said in (Place(name, 100_000, 1000, []), Settled(name, 0, "a"), Begun([name])):
+            master.tick(0.0, FromFrontend("f", said))
+    told = []
+    for number in range(1, 20):
+        now = number * STEP
+        for name, running in (("a", 2), ("b", 0)):
+            values = {"running": running, "running_tokens": running * 100_000, "free_blocks": 16_000}
+            master.tick(now, FromEngine(name, snapshot(1, number, **values)))
+        told += [a.message for a in master.tick(now) if isinstance(a, ToFrontend) and isinstance(a.message, Relocate)]
+        master.check()
+    moved = [(one.request_id, one.peer.name, one.reason.partition(":")[0]) for one in told]
+    assert moved == ([("r", "b", "sequence")] if meets else [])

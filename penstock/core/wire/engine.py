@@ -284,6 +284,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
             got them from a peer; "" where it has none.
         weights_seconds: that this took.
         weights_at: where engines of other hosts are given its weights; "" where they are not.
+        meets: names where it meets others in every step, as data-parallel groups do that share experts; "" nowhere.
     """
 
     peer: Peer
@@ -308,6 +309,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weights_from: str = ""
     weights_seconds: float = 0.0
     weights_at: str = ""
+    meets: str = ""
     protocol: int = PROTOCOL
 
 

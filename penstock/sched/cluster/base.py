@@ -61,6 +61,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
         load_ms: tier below its device -> of one KV block from there, likewise, or as the instance believes.
         encoding_tokens: of images that it is to look at for others.
         encode_ms: of an image's token, as measured lately; None before there is a measurement.
+        meets: names where it meets others in every step, and waits for them; "" nowhere.
         peers: instances that it can hand a request over to.
         unlinked: failed peer links: name -> reason.
     """
@@ -93,6 +94,7 @@ class InstanceLoad(Struct, frozen=True, kw_only=True):
     load_ms: Mapping[str, float] = field(default_factory=dict)
     encoding_tokens: int = 0
     encode_ms: float | None = None
+    meets: str = ""
     peers: Set[str] = frozenset()
     unlinked: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,9 +1,10 @@
 """Load of data-parallel groups, which wait for each other in every layer with experts (xLLM, section 4.4.3).
 
 1. A new sequence goes to the group with the most free KV (`admit`).
-2. Before a step, groups that take longer than others give work away (`even_out`): their whole batch, a sequence, or a
-   part of a sequence. Of a part the other group is sent the KV and, in every step, the query; it returns sums of
-   pieces, which the owner merges with its own in the order of positions.
+2. Groups that take longer than others give work away (`even_out`): their whole batch, a sequence, or a part of a
+   sequence. What goes as a whole is handed over, and costs nothing after that (`sched.cluster.group_balance`). Of a
+   part the other group is sent the KV and, in every step, the query; it returns sums of pieces, which the owner merges
+   with its own in the order of positions (`sched.parallel.helping`).
 3. In a group, work is spread over the units of its device (`sched.parallel.units`).
 
 What a sequence's attention is cut into are pieces of SPLIT tokens, counted from its start, whoever computes
@@ -64,6 +65,21 @@ def admit(free: Sequence[int], needed: int) -> int | None:
     return most if free[most] >= needed else None
 
 
+def uneven(times: Sequence[float]) -> bool:
+    """Whether groups that take so many ms wait for one so long that work is to be given away."""
+    mean = sum(times) / len(times)
+    return max(times) - mean > max(LEAST_MS, SHARE * mean)
+
+
+def group_times(groups: Sequence[GroupLoad], token_ms: float, moves: Sequence[Move] = ()) -> list[float]:
+    """Of each group, ms of a step, once batches and sequences have moved."""
+    times = [group.ms + token_ms * sum([tokens for _, tokens in group.sequences]) for group in groups]
+    for move in moves:
+        times[move.source] -= move.tokens * token_ms
+        times[move.target] += move.tokens * token_ms
+    return times
+
+
 def even_out(
     groups: Sequence[GroupLoad], token_ms: float, part_ms: float = 0.0, kinds: Collection[str] = (BATCH, SEQUENCE, PART)
 ) -> list[Move]:
@@ -76,15 +92,15 @@ def even_out(
         part_ms: that a part costs both groups in every step.
         kinds: of moves that there may be.
     """
-    times = [group.ms + token_ms * sum([tokens for _, tokens in group.sequences]) for group in groups]
+    times = group_times(groups, token_ms)
     mean, room = sum(times) / len(times), [group.room for group in groups]
     there = [dict(group.sequences) for group in groups]
     moves: list[Move] = []
     for _ in range(2 * len(groups)):
+        if not uneven(times):
+            break
         slow = max(range(len(groups)), key=lambda group: times[group])
         over = times[slow] - mean
-        if over <= max(LEAST_MS, SHARE * mean):
-            break
         open_to = [group for group in range(len(groups)) if room[group] >= SPLIT and times[group] < mean]
         if not open_to:
             break
