@@ -627,6 +627,8 @@ class Master:
             flight.prefiller.prompt_done(now, key)
             flight.home.begin(key)
             flight.since = now
+            if self._policies.media is not None and not flight.demand.offline:
+                self._policies.media.began(now, key)
             if flight.open:
                 self._prefilled[key] = flight
 
@@ -743,10 +745,10 @@ class Master:
         over.home.leave(key)
         if over.place.keys:
             self.index.unexpect(over.prefiller.name, over.place.keys)
+        if self._policies.media is not None and not over.demand.offline:
+            self._policies.media.ended(now, key, None if outcome is None else outcome.tokens)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
-            if self._policies.media is not None:
-                self._policies.media.ended(outcome.tokens)
             if self._policies.priorities is not None:
                 tpot = None if outcome.tpot_ms is None else outcome.tpot_ms / 1e3
                 self._policies.priorities.observe(

@@ -149,7 +149,10 @@ def test_a_policy_changes_the_route_of_what_comes_next():
         def observe(self, now, demand, images, seen):
             self.came.append((demand.key[1], images, seen))
 
-        def ended(self, tokens):
+        def began(self, now, key):
+            self.came.append(key[1])
+
+        def ended(self, now, key, tokens):
             self.came.append(tokens)
 
         def choose(self, view):
