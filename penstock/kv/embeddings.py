@@ -1,4 +1,4 @@
-"""What a model makes of images, as bytes in the host's memory: an engine's own, from which other engines take it."""
+"""What a model makes of images, as bytes: in an engine's memory and in a tier below. Other engines take it there."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ class Embedding:
 
 
 class Below(Protocol):
-    """A tier below an `EmbeddingCache`, which outlives it."""
+    """A tier below an `EmbeddingCache`, which outlives it, and is shared with others."""
 
     def read(self, digest: bytes) -> Embedding | None: ...
     def write(self, digest: bytes, embedding: Embedding) -> None: ...
+    def keys(self) -> frozenset[bytes]:
+        """What it has, as known lately; the same object as long as that has not changed."""
+        ...
 
 
 class EmbeddingCache:
@@ -55,8 +58,9 @@ class EmbeddingCache:
         self._most, self._bytes = most, 0
         self._below = below
         self._kept: OrderedDict[bytes, Embedding] = OrderedDict()
-        self._added: dict[bytes, None] = {}
-        self._removed: dict[bytes, None] = {}
+        self._touched: set[bytes] = set()  # what has come or gone since that was told
+        self._told: set[bytes] = set()
+        self._known: frozenset[bytes] = frozenset()  # what was below when it was told
         self.found = 0
 
     def __len__(self) -> int:
@@ -68,7 +72,8 @@ class EmbeddingCache:
         return self._bytes
 
     def keys(self) -> list[bytes]:
-        return list(self._kept)
+        """What was here or below at the last `take_changes`."""
+        return list(self._told)
 
     def get(self, digest: bytes) -> Embedding | None:
         kept = self._kept.get(digest)
@@ -93,22 +98,24 @@ class EmbeddingCache:
             return
         self._kept[digest] = embedding
         self._bytes += len(embedding.data)
-        self._added[digest] = None
-        self._removed.pop(digest, None)
+        self._touched.add(digest)
         while self._bytes > self._most:
             oldest, gone = self._kept.popitem(last=False)
             self._bytes -= len(gone.data)
-            self._added.pop(oldest, None)
-            self._removed[oldest] = None
+            self._touched.add(oldest)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """What has come and what has gone since the last call."""
-        changes = list(self._added), list(self._removed)
-        self._added, self._removed = {}, {}
-        return changes
+        """What has come, here or below, and what has gone from both, since the last call."""
+        if self._below is not None and (known := self._below.keys()) is not self._known:
+            self._touched |= known ^ self._known
+            self._known = known
+        there = {digest for digest in self._touched if digest in self._kept or digest in self._known}
+        added, removed = there - self._told, (self._touched - there) & self._told
+        self._told = (self._told | added) - removed
+        self._touched.clear()
+        return list(added), list(removed)
 
     def check(self) -> None:
-        """Raise AssertionError unless what is kept is within its bounds."""
+        """Raise AssertionError unless what is kept is within its bounds, and told of."""
         assert self._bytes == sum(len(kept.data) for kept in self._kept.values()) <= self._most
-        assert self._added.keys() <= self._kept.keys()
-        assert not self._removed.keys() & self._kept.keys()
+        assert self._told ^ (self._kept.keys() | self._known) <= self._touched

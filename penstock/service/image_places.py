@@ -19,7 +19,7 @@ from penstock.service.session import InstanceSession, Roster
 
 PATIENCE, GRACE_MS = 4.0, 2000.0  # what was predicted may take so many times that, and so long more
 UNKNOWN_MS = 10_000.0  # where nobody has measured how long an image takes
-GBPS = 1.0  # at which embeddings travel, as long as nobody has measured it
+MB_MS = 1.0  # that a million bytes of embeddings take, as long as an instance has not measured it
 ROUND_TRIPS_MS = 1.0
 NUMBER_BYTES = 4
 
@@ -122,7 +122,8 @@ class ImagePlaces:
             if holders and (encoder is not None or self._pays(prefiller, image)):
                 holder = min(holders.values(), key=lambda s: (s is not encoder, s.encoding_tokens, s.name))
                 wait = self._wait_ms(holder) if self._is_coming(holder, image) else GRACE_MS
-                found.append(ImageSource(image.digest, holder.peer, False, wait + PATIENCE * _travel_ms(holder, image)))
+                wait += PATIENCE * _travel_ms(prefiller, image)
+                found.append(ImageSource(image.digest, holder.peer, False, wait))
             elif encoder is not None:
                 self._index.expect(encoder.name, [image.digest])
                 self._order(key, encoder, image, shared=True)
@@ -200,4 +201,7 @@ class ImagePlaces:
 
 
 def _travel_ms(session: InstanceSession, image: PlacedImage) -> float:
-    return ROUND_TRIPS_MS + image.tokens * session.ready.embedding_size * NUMBER_BYTES / (GBPS * 1e6)
+    """Until it has come from another instance."""
+    measured = None if session.snapshot is None else session.snapshot.embedding_mb_ms
+    megabytes = image.tokens * session.ready.embedding_size * NUMBER_BYTES / 1e6
+    return ROUND_TRIPS_MS + megabytes * (MB_MS if measured is None else measured)

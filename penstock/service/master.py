@@ -213,7 +213,7 @@ class Master:
                 return self._enqueue(now, name, message)
             case Begun(request_ids=request_ids):
                 for request_id in request_ids:
-                    self._placed.begin(now, (name, request_id))
+                    self._begin(now, (name, request_id))
             case Settled():
                 self._settle(now, (name, message.request_id), message)
             case Ended(request_ids=request_ids, outcomes=outcomes, refused=refused):
@@ -502,6 +502,11 @@ class Master:
             flight.open = self._policies.migration is not None and demand.max_tokens > 1
         session.house(demand)
 
+    def _begin(self, now: float, key: Key) -> None:
+        begun = self._placed.begin(now, key)
+        if begun is not None and self._policies.media is not None and not begun.demand.offline:
+            self._policies.media.began(now, key)
+
     def _end(self, now: float, key: Key, outcome: Outcome | None = None, refused: str = "") -> None:
         queued = self._waiting.pop(key)
         over = self._placed.end(now, key)
@@ -509,10 +514,10 @@ class Master:
             self._recorder.ended(now, key[1], key[0], outcome, refused)
         if over is None:
             return
+        if self._policies.media is not None and not over.demand.offline:
+            self._policies.media.ended(now, key, None if outcome is None else outcome.tokens)
         if outcome is not None and not over.demand.offline:
             self._rates.end(now, over.demand, outcome)
-            if self._policies.media is not None:
-                self._policies.media.ended(outcome.tokens)
             if self._policies.priorities is not None:
                 tpot = None if outcome.tpot_ms is None else outcome.tpot_ms / 1e3
                 self._policies.priorities.observe(

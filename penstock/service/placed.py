@@ -32,8 +32,8 @@ class PlacedSequences:
         self.sequences: dict[Key, Tracked] = {}
         self.prefilled: dict[Key, Tracked] = {}
 
-    def begin(self, now: float, key: Key) -> None:
-        """Its first token has come."""
+    def begin(self, now: float, key: Key) -> Tracked | None:
+        """Its first token has come. None when it has no place."""
         flight = self.sequences.get(key)
         if flight is not None:
             if flight.place.images:
@@ -43,6 +43,7 @@ class PlacedSequences:
             flight.since = now
             if flight.open:
                 self.prefilled[key] = flight
+        return flight
 
     def end(self, now: float, key: Key) -> Tracked | None:
         """It is over, or goes on in another attempt. None when it has no place."""

@@ -2,8 +2,9 @@
 
     FOLDER/abcdef...    magic, checksum, bytes
 
-under the image's digest. A file is written under another name, and renamed when it is whole; nobody has a list of them.
-Whoever writes deletes what was used longest ago, so that all together have so many bytes and one more each.
+under the image's digest. A file is written under another name, and renamed when it is whole. Whoever writes deletes
+what was used longest ago, so that all together have so many bytes and one more each. There is no list of them:
+everybody looks at the folder now and then, and so knows what others have written and deleted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from secrets import token_hex
 
 from penstock.kv.embeddings import Embedding
@@ -21,10 +22,11 @@ from penstock.kv.embeddings import Embedding
 HEAD = struct.Struct("<8sI")  # magic, checksum
 MAGIC = b"pnstseen"
 MOST_WAITING = 64  # embeddings that are to be written; more are not kept
+LOOK_EVERY = 1.0  # seconds between two looks at the folder
 
 
 class EmbeddingFiles:
-    """A tier below an `EmbeddingCache`. It is read by who calls, and written by a thread of its own.
+    """A tier below an `EmbeddingCache`. It is read by who calls, and written and looked through by a thread of its own.
 
     Args:
         folder: is made, for its owner alone, as it has what users sent.
@@ -35,8 +37,13 @@ class EmbeddingFiles:
         self._folder, self._most = folder, most
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._given: SimpleQueue[tuple[bytes, Embedding] | None] = SimpleQueue()
+        self._keys: frozenset[bytes] = frozenset()
+        self._look()
         self._thread = threading.Thread(target=self._work, name="penstock-embeddings", daemon=True)
         self._thread.start()
+
+    def keys(self) -> frozenset[bytes]:
+        return self._keys
 
     def read(self, digest: bytes) -> Embedding | None:
         """None where it is not there, or not what was written, which is deleted."""
@@ -68,9 +75,27 @@ class EmbeddingFiles:
         return self._folder / digest.hex()
 
     def _work(self) -> None:
-        while (given := self._given.get()) is not None:
+        while True:
+            try:
+                given = self._given.get(timeout=LOOK_EVERY)
+            except Empty:
+                self._look()
+                continue
+            if given is None:
+                return
             with suppress(OSError):  # a full file system keeps nothing, and loses nothing
                 self._write(*given)
+            self._look()
+
+    def _look(self) -> None:
+        """What there is now; a folder that cannot be read has nothing."""
+        found: set[bytes] = set()
+        with suppress(OSError):
+            for name in os.listdir(self._folder):
+                with suppress(ValueError):  # it is not whole, or somebody else's
+                    found.add(bytes.fromhex(name))
+        if found != self._keys:
+            self._keys = frozenset(found)
 
     def _write(self, digest: bytes, embedding: Embedding) -> None:
         path = self._path(digest)

@@ -1,18 +1,24 @@
 """Images are looked at by instances of their own, and what is seen goes to who prefills: real processes."""
 
+import contextlib
 import json
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
+from urllib.error import HTTPError
 
 import httpx
 import pytest
 
 from penstock.sched.cluster.epd_profiler import FEWEST
+from tests.e2e import test_hosts as hosts
 from tests.e2e.test_apply import apply
 from tests.e2e.test_images import ask, drawn, said
+from tests.helpers import network
 from tests.helpers.deployments import deployed
+from tests.helpers.servers import READY
 from tests.helpers.waiting import eventually
 from tools.make_checkpoint import write
 
@@ -113,6 +119,40 @@ def test_what_a_dead_engine_has_seen_is_found_again(checkpoint, expected):
         other = next(name for name in both if name != first)
         assert said(salted) == expected["red"]
         assert looked()[other] == 0
+
+
+def test_what_a_dead_engine_of_another_host_has_seen_is_not_looked_at_again(checkpoint, expected, tmp_path):
+    """Its successor has it in the files of its host, and gives it to who prefills on the other one."""
+    if why := network.why_not():
+        pytest.skip(why)
+    content = {"model": str(checkpoint), "served-model-name": "tiny", "policy": "least_loaded"}
+    content |= {"engine": ENGINE, "transport": {"kind": "tcp"}}
+
+    def looked():
+        return {name: total(up, "images_encoded", engine=name) for name in ("near-0", "far-0")}
+
+    def both_are_ready():
+        with contextlib.suppress(HTTPError):  # where nobody is
+            return hosts.ready(up) == {"near-0", "far-0"}
+
+    with network.hosts(2) as (first, second), contextlib.ExitStack() as stack:
+        run = partial(hosts.begin, stack, tmp_path, {}, **content)
+        up = run("up", first, host="0.0.0.0", instances=[{"name": "near", "role": "decode"}])
+        up.urls = [up.wait_for(READY)[1].replace("0.0.0.0", first.address)]
+        eventually(lambda: hosts.ready(up) == {"near-0"}, 90, up.log)
+        for colour in COLOURS[:2]:
+            assert said(ask(up, drawn(colour))) == expected[colour]
+        eventually(lambda: looked()["near-0"] == 2, 20, up.log)
+        hosts.kill(up, "near-0")
+        join = f"join {first.address}:{hosts.PORT}"
+        other = run(join, second, instances=[{"name": "far", "role": "prefill"}])
+        eventually(both_are_ready, 90, other.log)
+        for colour in COLOURS[:2]:
+            assert said(ask(up, drawn(colour))) == expected[colour]
+        eventually(lambda: total(up, "embeddings_taken", engine="far-0") == 2, 20, up.log)
+        assert looked() == {"near-0": 2, "far-0": 0}, "as before"
+        assert said(ask(up, drawn(COLOURS[2]))) == expected[COLOURS[2]]
+        eventually(lambda: looked() == {"near-0": 2, "far-0": 1}, 20, up.log)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from penstock.core.wire.engine import Enqueue, ImageSource, Peer, Pixels
 from penstock.core.wire.handoff import AskEmbedding, EmbeddingPart, Lease
 from penstock.kv.embeddings import Embedding, EmbeddingCache
 from penstock.sched.local.awaited_images import AwaitedImages, without_images
-from penstock.sched.local.handoff.embeddings import ASK_AGAIN, GRACE, PART, WINDOW, GiveSide, TakeSide
+from penstock.sched.local.handoff.embeddings import ASK_AGAIN, GRACE, PART, REMEMBERED, WINDOW, GiveSide, TakeSide
 from tests.helpers.engines import make_request
 
 GIVER, TAKER = Peer("e", 1, "unix:/e"), Peer("p", 1, "unix:/p")
@@ -71,6 +71,73 @@ def test_all_of_it_comes_whatever_the_wire_does(seed, loss):
     ((digest, came, why),) = wire.arrived
     assert (digest, came.data, why) == (b"d", LARGE, "")
     assert not len(wire.take)
+
+
+class Tier(dict):
+    """Below a cache, as bytes of a host that others write and delete."""
+
+    def read(self, digest):
+        return self.get(digest)
+
+    def write(self, digest, embedding):
+        self[digest] = embedding
+
+    def keys(self):
+        now = frozenset(super().keys())
+        self.known = self.known if getattr(self, "known", None) == now else now
+        return self.known
+
+
+def test_what_a_dead_engine_has_made_is_given_by_another_of_its_host():
+    wire = Wire()
+    wire.give._cache = EmbeddingCache(64 << 20, Tier({b"d": Embedding.of(LARGE)}))
+    wire.take.take(0.0, LEASE, b"d", GIVER, 60.0)
+    wire.run()
+    ((digest, came, why),) = wire.arrived
+    assert (digest, came.data, why) == (b"d", LARGE, "")
+
+
+def test_how_long_a_million_bytes_take_is_measured_for_a_while():
+    """From the first part on: before that the other one may have had to look at it."""
+    wire = Wire()
+    wire.cache.put(b"d", Embedding.of(bytes(PART + 500_000)))
+    wire.cache.put(b"small", Embedding.of(b"is in one part"))
+    wire.take.take(0.0, LEASE, b"small", GIVER, 60.0)
+    wire.run()
+    assert wire.take.mb_ms is None
+    wire.take.take(5.0, LEASE, b"d", GIVER, 60.0)
+    wire.give.on_ask(9.0, TAKER, wire.sent.pop())
+    for now, part in zip((9.0, 9.1), list(wire.sent), strict=True):
+        wire.take.on_part(now, GIVER, part)
+    assert wire.take.mb_ms == pytest.approx(200)
+    wire.take.tick(9.0 + REMEMBERED)
+    assert wire.take.mb_ms is not None
+    wire.take.tick(9.2 + REMEMBERED)
+    assert wire.take.mb_ms is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(("put", "get", "write", "delete", "tell")), st.integers(0, 5)), max_size=40))
+def test_what_is_told_is_what_is_here_or_below(steps):
+    below = Tier()
+    cache, told = EmbeddingCache(25, below), set()
+    for what, number in [*steps, ("tell", 0)]:
+        digest, made = bytes([number]), Embedding.of(bytes(10))
+        match what:
+            case "put":
+                cache.put(digest, made)
+            case "get":
+                cache.get(digest)
+            case "write":
+                below.write(digest, made)
+            case "delete":
+                below.pop(digest, None)
+            case "tell":
+                added, removed = cache.take_changes()
+                assert told.isdisjoint(added)
+                assert told.issuperset(removed)
+                told = told.union(added).difference(removed)
+                assert told == {*cache.keys()} == {*cache._kept, *below.keys()}
+        cache.check()
 
 
 def test_it_is_waited_for_while_it_is_looked_at():

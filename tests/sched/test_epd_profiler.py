@@ -1,6 +1,8 @@
 """Which stages of requests with images are together: the model of stages, the search, and what is made of it."""
 
 from dataclasses import replace
+from itertools import count as counted
+from statistics import fmean
 
 import pytest
 from msgspec import structs
@@ -11,6 +13,7 @@ from penstock.sched.cluster.epd_profiler import (
     EVERY,
     FEWEST,
     LINK,
+    LOOK,
     PACE,
     WINDOW,
     EPDProfiler,
@@ -141,12 +144,20 @@ def test_the_fewest_moves_make_a_layout():
     assert layout_of(view(any=3, decode=1), None) is None
 
 
-def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets | None = NARROW) -> None:
-    demand = Demand(key=("f", "r"), prompt_tokens=request.prompt, max_tokens=request.output)
+NUMBERS = counted()
+
+
+def tell(profiler: EPDProfiler, request: MediaRequest, targets: Targets | None = NARROW, at=None) -> None:
+    """It has come and ended, or so far as it is at some time, where a token takes 10 ms."""
+    key = "f", str(next(NUMBERS))
+    demand = Demand(key=key, prompt_tokens=request.prompt, max_tokens=request.output if at is None else 10_000)
     if targets is not None:
         demand = structs.replace(demand, ttft=targets.ttft, tpot=targets.tpot)
     profiler.observe(request.at, demand, request.images, request.seen)
-    profiler.ended(request.output)
+    profiler.began(request.at, key)
+    over = request.at + 0.01 * (request.output - 1)
+    if at is None or over <= at:
+        profiler.ended(over, key, request.output)
 
 
 def thought(profiler: EPDProfiler, now: float = EVERY, **roles: int):
@@ -173,6 +184,33 @@ def test_it_thinks_a_little_at_a_time_and_applies_what_is_worth_it():
     assert ", EP+D 1:3 " in profiler.why
     assert not profiler.decide(view(now=1.5 * EVERY, prefill=3, decode=1)), "it rests"
     assert profiler._search is None
+
+
+def test_outputs_that_go_on_are_not_taken_for_short_ones():
+    """Half of them have ten tokens; of the others, which take 10 s, most go on when it looks."""
+    profiler = EPDProfiler()
+    for request in traffic(count=200, apart=0.06):
+        output = 10 if request.at % 0.12 < 0.06 else 1000
+        tell(profiler, request._replace(output=output), at=12.0)
+    known = list(profiler._known.values())
+    ended = [k.tokens for k in known if k.tokens is not None]
+    assert fmean(ended) < 250
+    expected = profiler._traffic(12.0, known)
+    assert fmean(request.output for request in expected) == pytest.approx(505, rel=0.1)
+    for request, k in zip(expected, known, strict=True):
+        assert request.output == k.tokens if k.tokens is not None else request.output > k.so_far(12.0, 0.01)
+
+
+def test_what_has_failed_says_how_long_it_was_at_least():
+    profiler = EPDProfiler()
+    for request in traffic(output=50):
+        tell(profiler, request)
+    demand = Demand(key=("f", "failed"), prompt_tokens=700, max_tokens=60)
+    profiler.observe(20.0, demand, [650], 0)
+    profiler.began(21.0, demand.key)
+    profiler.ended(21.995, demand.key, None)
+    *_, last = profiler._traffic(1e6, list(profiler._known.values()))
+    assert last.output == 60, "more than 100, and it may have so many at most"
 
 
 @pytest.mark.parametrize(("images", "count"), [(0, FEWEST), (1, FEWEST - 1)])
@@ -221,7 +259,7 @@ def test_another_mix_makes_it_change_its_mind():
     roles = {"prefill": before.prefill, "decode": before.decode}
     assert not profiler.decide(view(now=2 * EVERY, **roles)), "text alone is not worth a search"
     assert profiler._search is None
-    made, _ = thought(profiler, 2 * EVERY, prefill=1, decode=2, encoders=1)
+    made, _ = thought(profiler, 2 * EVERY + LOOK, prefill=1, decode=2, encoders=1)
     assert made
     assert profiler.found.layout.encode == 0
 

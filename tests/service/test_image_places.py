@@ -105,11 +105,15 @@ def test_what_was_looked_at_is_found_where_it_is():
     assert looks(cluster.ask(BLUE)) == [], "it is there"
 
 
-@pytest.mark.parametrize(("encode_ms", "fetched"), [(None, True), (1.0, True), (1e-6, False)])
-def test_what_another_prefiller_has_seen_is_fetched_where_that_is_sooner(encode_ms, fetched):
+@pytest.mark.parametrize(
+    ("encode_ms", "mb_ms", "fetched"),
+    [(None, None, True), (1.0, None, True), (1e-6, None, False), (1.0, 1000.0, True), (1.0, 5000.0, False)],
+)
+def test_what_another_prefiller_has_seen_is_fetched_where_that_is_sooner(encode_ms, mb_ms, fetched):
+    """300 ms to look at one, of 0.08 MB."""
     cluster = Seeing("p0", "p1", "d0")
     for name in ("p0", "p1"):
-        cluster.snap(name, 2, encode_ms=encode_ms)
+        cluster.snap(name, 2, encode_ms=encode_ms, embedding_mb_ms=mb_ms)
     cluster.has("p1", RED)
     cluster.engine("p1", CacheDelta(1, 2, [BLUE.digest], [], tier=EMBEDDINGS))
     placed = cluster.ask(RED, BLUE)
@@ -149,7 +153,10 @@ def test_a_policy_changes_the_route_of_what_comes_next():
         def observe(self, now, demand, images, seen):
             self.came.append((demand.key[1], images, seen))
 
-        def ended(self, tokens):
+        def began(self, now, key):
+            self.came.append(key[1])
+
+        def ended(self, now, key, tokens):
             self.came.append(tokens)
 
         def choose(self, view):

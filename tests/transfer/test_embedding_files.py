@@ -33,6 +33,18 @@ def test_another_finds_what_one_has_written(files, tmp_path):
     assert (tmp_path / "seen").stat().st_mode & 0o777 == 0o700
 
 
+def test_everybody_knows_what_others_have_written_and_deleted(files, tmp_path):
+    one, other = files(), files()
+    one.write(b"d", ONE)
+    eventually(lambda: one.keys() == other.keys() == {b"d"})
+    assert other.keys() is other.keys()
+    for name in (".ab", "notes"):
+        (tmp_path / "seen" / name).touch()
+    assert files().keys() == {b"d"}, "from the first on"
+    (tmp_path / "seen" / b"d".hex()).unlink()
+    eventually(lambda: not one.keys() and not other.keys())
+
+
 def test_what_was_changed_or_cut_is_not_believed(files, tmp_path):
     one = files()
     one.write(b"d", ONE)
@@ -65,8 +77,9 @@ def test_a_cache_finds_again_what_is_below_it(files):
     cache.put(b"two", Embedding.of(b"two" * 100))
     below.close()
     again = EmbeddingCache(350, files())
+    assert sorted(again.take_changes()[0]) == sorted(again.keys()) == [b"one", b"two"], "before anybody asks"
     assert again.get(b"one") == ONE
-    assert again.keys() == [b"one"]
     assert again.get(b"two").data == b"two" * 100
-    assert again.keys() == [b"two"]
+    assert len(again) == 1
+    assert again.take_changes() == ([], []), "what is not in memory is below"
     again.check()

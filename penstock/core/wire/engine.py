@@ -478,6 +478,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
             online, time per token after it, and time between the last two steps; None before there is one.
         fetch_ms: of one block from another instance, a recent mean, and fetch_wait_ms until the first of them came;
             None while there is none.
+        embedding_mb_ms: of a million bytes of embeddings from another instance, likewise.
         load_ms: tier below the device -> of 64 tokens from there, as was measured lately, or is believed.
         factors: of its steps, learned from measured ones; see `sched.steptime.StepTime`.
         speed: of its latest steps, as a share of what they are without factors; None while there are too few.
@@ -508,6 +509,7 @@ class Snapshot(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     interval_ms: float | None
     fetch_ms: float | None = None
     fetch_wait_ms: float | None = None
+    embedding_mb_ms: float | None = None
     load_ms: dict[str, float] = {}
     factors: dict[str, float]
     speed: float | None = None

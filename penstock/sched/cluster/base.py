@@ -440,8 +440,12 @@ class MediaPolicy(Protocol):
         """
         ...
 
-    def ended(self, tokens: int) -> None:
-        """An online request has ended without an error, after so many."""
+    def began(self, now: float, key: Key) -> None:
+        """An online request has its first token."""
+        ...
+
+    def ended(self, now: float, key: Key, tokens: int | None) -> None:
+        """An online request has ended, after so many; None where that was an error, or its client's will."""
         ...
 
     def choose(self, view: ClusterView) -> engine.MediaRoute | None:

@@ -9,27 +9,29 @@ worth a change.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
-from itertools import cycle
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.wire.engine import MediaRoute, Role
-from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Move
+from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Key, Move
+from penstock.sched.cluster.lengths import Lengths
 from penstock.sched.cluster.media_stages import Layout, Machine, MediaRequest, Targets, attainment, layouts, most
 from penstock.sched.steptime import GRAIN
 
 STEP = 1.03  # from one rate to the next that is told apart
-EVERY = 30.0  # seconds from the end of one search to the next, and until the first: long outputs end late
+EVERY = 30.0  # seconds from the end of one search to the next, and until the first
 WINDOW = 1000  # requests that are looked at
+MEMORY = 4 * WINDOW  # requests whose outputs tell how long others will be: long ones take longer than a window
 FEWEST = 100  # with fewer, or with fewer that have ended, nothing is said
-GAIN = 0.1  # by which another layout has to carry more, to be worth a change
+GAIN = 0.05  # by which another layout has to carry more, to be worth a change
 IMAGES = 0.25  # images to look at per request, below which it is not worth a search: all requests are like text
 SURE = 2.0  # standard deviations of the share that is kept, by which it has to be above its target: else it is luck
+LOOK = 1.0  # seconds until what is not worth a search is looked at again
+TURN = (5**0.5 - 1) / 2  # golden ratio: its multiples are spread evenly between whole numbers
 PACE = 16  # rounds of the model in one decision; each is some tens of events
 LINK = 1e9  # bytes per second between instances, as long as nobody has measured it
 MOST_IMAGES = 64  # in a step
@@ -85,6 +87,30 @@ def search(
     return Profile(best, carried, tried)
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A request that has come.
+
+    Attributes:
+        request: whose `output` is what it may have at most.
+        ttft, tpot: its targets.
+        began: when it had its first token; None before.
+        over: when it had its last one; inf as long as it goes on.
+        tokens: that it got; None where it goes on, or nobody knows, as it has failed.
+    """
+
+    request: MediaRequest
+    ttft: float
+    tpot: float
+    began: float | None = None
+    over: float = inf
+    tokens: int | None = None
+
+    def so_far(self, now: float, pace: float) -> int:
+        """Tokens that it has at least, where one takes so many seconds."""
+        return 0 if self.began is None else 1 + int((min(now, self.over) - self.began) / pace)
+
+
 class EPDProfiler:
     """A `MediaPolicy` and a `RolePolicy` in one: it thinks a little whenever it is asked, and applies what it has found
     by moves of instances and the route of what comes next.
@@ -108,9 +134,7 @@ class EPDProfiler:
 
     def __init__(self, route: MediaRoute | None = None, *, every: float = EVERY, gain: float = GAIN) -> None:
         self._every, self._gain = every, gain
-        self._traffic: deque[MediaRequest] = deque(maxlen=WINDOW)
-        self._targets: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # of the same
-        self._outputs: deque[int] = deque(maxlen=WINDOW)  # tokens of those that have ended
+        self._known: dict[Key, _Known] = {}  # in order of arrival
         self._search: Generator[None, None, Profile] | None = None
         self._next: float | None = None  # None before anything has come
         self._now: Layout | None = None
@@ -122,11 +146,19 @@ class EPDProfiler:
         if self._next is None:
             self._next = now + self._every
         text = max(1, demand.prompt_tokens - sum(images) - seen)
-        self._traffic.append(MediaRequest(now, text, tuple(images), demand.max_tokens, seen))
-        self._targets.append((demand.ttft, demand.tpot))
+        request = MediaRequest(now, text, tuple(images), demand.max_tokens, seen)
+        self._known.pop(demand.key, None)
+        self._known[demand.key] = _Known(request, demand.ttft, demand.tpot)
+        if len(self._known) > MEMORY:
+            del self._known[next(iter(self._known))]
 
-    def ended(self, tokens: int) -> None:
-        self._outputs.append(tokens)
+    def began(self, now: float, key: Key) -> None:
+        if (known := self._known.get(key)) is not None and known.began is None:
+            known.began = now
+
+    def ended(self, now: float, key: Key, tokens: int | None) -> None:
+        if (known := self._known.get(key)) is not None:
+            known.over, known.tokens = now, tokens
 
     def choose(self, view: ClusterView) -> MediaRoute | None:
         return self.route
@@ -134,10 +166,12 @@ class EPDProfiler:
     def decide(self, view: ClusterView) -> Sequence[Move]:
         """Think on; where that has come to an end and another layout is worth it, the moves that make it."""
         if self._search is None:
-            if self._next is None or view.now < self._next or not self._worth_it(view):
+            if self._next is None or view.now < self._next:
                 return ()
-            self._next = view.now + self._every
-            self._search = self._begin(view)
+            self._next = view.now + LOOK
+            latest = list(self._known.values())[-WINDOW:]
+            if self._worth_it(view, latest):
+                self._search = self._begin(view, latest)
             if self._search is None:
                 return ()
         for _ in range(PACE):
@@ -148,31 +182,45 @@ class EPDProfiler:
                 return self._apply(view, ended.value)
         return ()
 
-    def _worth_it(self, view: ClusterView) -> bool:
+    def _worth_it(self, view: ClusterView, latest: Sequence[_Known]) -> bool:
         """Whether requests have images, or instances are kept for those that had."""
-        images = sum(len(r.images) for r in self._traffic)
-        known = min(len(self._traffic), len(self._outputs)) >= FEWEST
-        return known and (bool(view.encoders) or images >= IMAGES * len(self._traffic))
+        images = sum(len(known.request.images) for known in latest)
+        ended = sum(known.tokens is not None for known in self._known.values())
+        return min(len(latest), ended) >= FEWEST and (bool(view.encoders) or images >= IMAGES * len(latest))
 
-    def _begin(self, view: ClusterView) -> Generator[None, None, Profile] | None:
+    def _begin(self, view: ClusterView, latest: Sequence[_Known]) -> Generator[None, None, Profile] | None:
         """A search among what there could be; None where nothing can be said."""
-        ttft, tpot = (median_low(each) for each in zip(*self._targets, strict=True))
-        images = [tokens for r in self._traffic for tokens in r.images]
+        ttft = median_low(known.ttft for known in latest)
+        tpot = median_low(known.tpot for known in latest)
+        images = [tokens for known in latest for tokens in known.request.images]
         machine = machine_of([*view.instances, *view.encoders], round(fmean(images)) if images else 0)
         if machine is None or min(ttft, tpot) == inf:
             return None
         self._now = layout_of(view, self.route)
-        start = self._traffic[0].at
-        # nobody knows how long outputs will be: as those of others, for a mean would hide that a short one has no
-        # time to make up for one step that encodes
-        outputs = cycle(self._outputs)
-        pairs = zip(self._traffic, outputs, strict=False)
-        traffic = [r._replace(at=r.at - start, output=min(r.output, tokens)) for r, tokens in pairs]
         candidates = layouts(len(view.instances) + len(view.encoders))
         targets = Targets(ttft, tpot)
-        spread = sqrt(targets.share * (1 - targets.share) / len(traffic))
+        spread = sqrt(targets.share * (1 - targets.share) / len(latest))
         targets = targets._replace(share=min(targets.share + SURE * spread, 1.0))
-        return search(machine, traffic, targets, candidates, self._now)
+        return search(machine, self._traffic(view.now, latest), targets, candidates, self._now)
+
+    def _traffic(self, now: float, latest: Sequence[_Known]) -> list[MediaRequest]:
+        """These from their first one on, with their outputs: what goes on will be as long as others that came so far.
+
+        A mean would hide that a short output has no time to make up for one step that encodes.
+        """
+        ended = [k for k in self._known.values() if k.tokens is not None]
+        paced = [(k.over - k.began, k.tokens - 1) for k in ended if k.tokens and k.began is not None]
+        pace = sum(seconds for seconds, _ in paced) / max(1, sum(tokens for _, tokens in paced)) or inf
+        going = [k.so_far(now, pace) for k in self._known.values() if k.tokens is None]
+        lengths = Lengths([k.tokens for k in ended if k.tokens is not None], going)
+        start, traffic = latest[0].request.at, []
+        for place, known in enumerate(latest, 1):
+            tokens = known.tokens
+            if tokens is None:
+                tokens = lengths.above(known.so_far(now, pace), place * TURN % 1)
+            request = known.request
+            traffic.append(request._replace(at=request.at - start, output=min(request.output, tokens)))
+        return traffic
 
     def _apply(self, view: ClusterView, found: Profile) -> Sequence[Move]:
         self.found = found

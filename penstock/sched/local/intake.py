@@ -329,6 +329,7 @@ class Intake:
             interval_ms=measured.interval_ms,
             fetch_ms=None if self.handoffs is None else self.handoffs.fetch_side.block_ms,
             fetch_wait_ms=None if self.handoffs is None else self.handoffs.fetch_side.wait_ms,
+            embedding_mb_ms=None if self.handoffs is None else self.handoffs.take_side.mb_ms,
             load_ms=scheduler.kv.load_ms,
             factors=measured.factors,
             speed=measured.speed,

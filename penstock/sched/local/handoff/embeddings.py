@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from penstock.core.wire.engine import Peer
 from penstock.core.wire.handoff import AskEmbedding, EmbeddingPart, Lease, NoEmbedding
@@ -23,6 +24,7 @@ from penstock.sched.local.handoff.ports import HandoffTransport, same_incarnatio
 PART, WINDOW = 1 << 20, 4 << 20  # bytes of a message, and of what is sent for one question
 GRACE = 2.0  # seconds for which a giver waits to be told to look at an image that it is asked about
 ASK_AGAIN = 0.25  # seconds without anything new
+SMOOTH, REMEMBERED = 0.2, 60.0  # weight of the newest measurement, and seconds for which the latest one counts
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class _Taken:
     retry_at: float
     data: bytearray = field(default_factory=bytearray)
     asked: int = 0  # up to which byte
+    first: tuple[float, int] = (0.0, 0)  # when its first part came, and how long that was
 
 
 class TakeSide:
@@ -114,10 +117,14 @@ class TakeSide:
 
     Attributes:
         taken, failed: since the start.
+        mb_ms: that a million bytes take, a recent mean of those in several parts, from when the first was there; None
+            while there is none.
     """
 
     def __init__(self, transport: HandoffTransport, arrived: Callable[[bytes, Embedding | None, str], None]) -> None:
         self.taken = self.failed = 0
+        self.mb_ms: float | None = None
+        self._measured = -inf  # when the latest was
         self._transport, self._arrived = transport, arrived
         self._coming: dict[bytes, _Taken] = {}
 
@@ -140,6 +147,8 @@ class TakeSide:
         taken = self._coming.get(part.digest)
         if taken is None or not same_incarnation(taken.peer, peer) or part.start != len(taken.data):
             return  # what was lost before it is asked for again, and it with that
+        if not taken.data:
+            taken.first = now, len(part.data)
         taken.data += part.data
         taken.retry_at = now + ASK_AGAIN
         if len(taken.data) < part.size:
@@ -148,6 +157,7 @@ class TakeSide:
             return
         came = Embedding(bytes(taken.data), part.checksum, part.seconds)
         if len(taken.data) == part.size and came.whole:
+            self._measure(now, taken)
             self._end(part.digest, came, "")
         else:
             self._end(part.digest, None, f"{peer.name} sent something else than what it made")
@@ -162,6 +172,8 @@ class TakeSide:
             self._end(digest, None, f"the link to {peer.name} was lost")
 
     def tick(self, now: float) -> None:
+        if now > self._measured + REMEMBERED:
+            self.mb_ms = None
         for digest, taken in list(self._coming.items()):
             if now >= taken.deadline:
                 self._end(digest, None, f"{taken.peer.name} takes longer than {taken.deadline - taken.began:.1f} s")
@@ -172,6 +184,13 @@ class TakeSide:
         taken = self._coming[digest]
         taken.retry_at, taken.asked = now + ASK_AGAIN, len(taken.data) + WINDOW
         self._transport.send(taken.peer, AskEmbedding(taken.lease, digest, len(taken.data)))
+
+    def _measure(self, now: float, taken: _Taken) -> None:
+        since, before = taken.first
+        if more := len(taken.data) - before:
+            each = (now - since) * 1e3 / (more / 1e6)
+            self.mb_ms = each if self.mb_ms is None else self.mb_ms + SMOOTH * (each - self.mb_ms)
+            self._measured = now
 
     def _end(self, digest: bytes, came: Embedding | None, why: str) -> None:
         del self._coming[digest]
