@@ -145,9 +145,10 @@ def _beam_room(prompt_tokens: int, params: SamplingParams, limits: ModelLimits, 
     check_width(params.n, limits.max_sequences)
     if params.n > limits.vocab_size:
         raise InvalidRequest(f"n: {params.n} beams, the model knows only {limits.vocab_size} tokens", "n")
-    if params.max_tokens is None:
+    asked = params.max_tokens
+    check_length(prompt_tokens, params.n, min(room, 1 if asked is None else asked), limits.search_blocks)
+    if asked is None:
         return min(room, most_beam_tokens(prompt_tokens, params.n, limits.search_blocks))
-    check_length(prompt_tokens, params.n, min(room, params.max_tokens), limits.search_blocks)
     return room
 
 

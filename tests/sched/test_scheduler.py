@@ -599,10 +599,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         work = sum(len(p) + m for p, m in self.requests.values())
         for number in range(20 * work + 10):
-            if not self.engine.has_work:
-                break
             if self.engine.moves and not number % 16:
                 self.engine.move(0)  # copies end by themselves, also while there are steps, and hold blocks until then
+            if not self.engine.has_work:
+                break
             self.engine.step()
             scheduler.check()
         assert not self.engine.has_work, "somebody starves"

@@ -130,6 +130,15 @@ def test_beams_are_no_longer_than_the_cache_holds(width, blocks, most):
         assert caught.value.field == "max_tokens"
 
 
+@pytest.mark.parametrize("max_tokens", [None, 1])
+def test_a_prompt_that_no_cache_holds_is_not_searched_behind(max_tokens):
+    params = SamplingParams(n=1, use_beam_search=True, max_tokens=max_tokens)
+    limits = replace(LIMITS, search_blocks=1)
+    assert make_sequences("r", [1] * 64, params, limits, random.Random(0))[0].max_tokens == 1
+    with pytest.raises(InvalidRequest, match="max_tokens: 1, allowed are at most 0"):
+        make_sequences("r", [1] * 65, params, limits, random.Random(0))
+
+
 def test_more_beams_than_run_at_once_are_refused():
     with pytest.raises(InvalidRequest, match="n: 9 beams, allowed are at most max-num-seqs, which is 8") as caught:
         make([1], n=9, use_beam_search=True)

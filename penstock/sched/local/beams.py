@@ -277,8 +277,9 @@ def group_blocks(request: Request, tokens: int) -> int:
 
 def most_beam_tokens(prompt_tokens: int, width: int, num_blocks: int) -> int:
     """Tokens that each of so many beams can have after a prompt, in a cache where nothing else is; the KV of the last
-    is never computed."""
-    return max(0, num_blocks - blocks_for(prompt_tokens)) * BLOCK_TOKENS // width + 1
+    is never computed. 0 where the prompt's own does not fit: it gives nothing back that has left a window."""
+    left = num_blocks - blocks_for(prompt_tokens)
+    return left * BLOCK_TOKENS // width + 1 if left >= 0 else 0
 
 
 def check_group(request: Request, limits: Limits, num_blocks: int) -> None:
