@@ -351,6 +351,17 @@ def test_a_favoured_prompt_gets_its_share_of_time_from_long_ones(streams):
     assert long / both == pytest.approx(SHARE, rel=0.3)
 
 
+def test_a_favoured_prompt_that_is_alone_gets_on_however_long_one_token_takes():
+    """As on a host that gives the engine next to no time."""
+    device = Device()
+    device.add("long", 6000)
+    device.step()
+    device.now += PATIENCE * PATIENT_TTFT + 0.5
+    device.scheduler.predict_by(replace(TIMES, factors={"prefill_attention": 1e6}))
+    for _ in range(40):
+        assert device.step() == {"long": 1}
+
+
 def test_what_a_wait_went_by_is_told():
     device = Device(blocks=60, sequences=64)
     device.add("large", 3000, output=400)

@@ -157,13 +157,15 @@ class Allowance:
         return not sequence.offline and sequence.first is None
 
     def lengthened(self, cached: int, tokens: int, most: int) -> int:
-        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs. No
-        more where one of these ends with the step: its first token waits for all of it."""
+        """How many of its next tokens the favoured one may get instead of `tokens`, now that others have theirs; one
+        at least where none has any. No more where one of these ends with the step: its first token waits for all of
+        it."""
         if self._ends:
             return tokens
         if tokens:
             self._count((tokens, cached), -1)
-        longer = max(tokens, self.fitting(cached, most, self.prompts_ms))
+        least = min(most, int(not self._others))
+        longer = max(tokens, least, self.fitting(cached, most, self.prompts_ms))
         if longer:
             self._count((longer, cached), 1)
         return longer
