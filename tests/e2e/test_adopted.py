@@ -13,7 +13,7 @@ from tests.helpers.waiting import eventually
 def test_one_endpoint_in_front_of_two_servers_of_which_one_dies_and_comes_back(tmp_path, capsys):
     with fakes(2) as servers:
         for server in servers:
-            server.pause = 0.002
+            server.pause = 0.005  # it is to be killed before it has said all, however busy the host is
         names = ["a-0", "b-0"]
         file = tmp_path / "front.yaml"
         groups = [{"name": name[0], "url": server.url} for name, server in zip(names, servers, strict=True)]
