@@ -27,6 +27,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.ranges import Change
 from penstock.transfer.memory import PoolMemory
 from tests.helpers.engines import Collector, make_engine, make_request
+from tests.helpers.links import open_files
 
 LAYOUT = KVLayout(
     model="", order="block", dtype="float32", groups=attention_groups((None,) * 1, 1, 8, "float32"), block_bytes=4096
@@ -81,21 +82,15 @@ print("read")
 
 
 def test_an_arena_lives_as_long_as_what_looks_at_it(memory):
-    gc.collect()  # what other tests left
-    before = open_things()
+    before = open_memory()
     arena = Arena(memory, 8)
     buffer = arena.buffer()
     del arena
     gc.collect()
     assert buffer[0] == b"\x01"
-    assert open_things() > before
+    assert open_memory() - before
     del buffer
-    gc.collect()
-    assert open_things() == before
-
-
-def open_things() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    assert not open_memory() - before
 
 
 def test_the_thread_has_mapped_when_now_returns(memory):
@@ -177,6 +172,12 @@ def test_memory_is_found_when_nothing_runs_or_little_is_left(monkeypatch):
     assert touched.empty()
 
 
+def open_memory() -> set[tuple[int, str]]:
+    """Files in memory that this process has open."""
+    gc.collect()
+    return {(number, what) for number, what in open_files() if "memfd" in what}
+
+
 @pytest.mark.parametrize("make", [PoolMemory.memfd, PoolMemory.anonymous], ids=["memfd", "anonymous"])
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
@@ -188,7 +189,7 @@ def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
         assert go_on.wait(30)
 
     monkeypatch.setattr(Arena, "touch", touch)
-    before = open_things()
+    before = open_memory()
     memory = make(100, 4096)
     cache = KVCache.over_pool(LAYOUT, memory)
     mapping = weakref.ref(memory._map)
@@ -205,9 +206,8 @@ def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
         gc.collect()
     thread.join(30)
     assert touched == [0]
-    gc.collect()
+    assert not open_memory() - before
     assert mapping() is None
-    assert open_things() == before
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOMEM])
