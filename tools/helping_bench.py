@@ -79,7 +79,8 @@ def group(args: argparse.Namespace) -> None:
     native.set_threads(1)
     own = args.group
     memory = GroupMemory(args.memory, options(args, own))
-    shard = Shard(experts=memory.experts(0, 0, memory.ranks(0, 0, os.getppid()), Stream()))
+    stream = Stream()
+    shard = Shard(experts=memory.experts(0, 0, memory.ranks(0, 0, os.getppid()), stream))
     model = load_model(args.folder, CPU, shard=shard)
     contexts = [args.contexts, [args.short] * len(args.contexts)]
     plan, after = plan_of(contexts[own]), plan_of(moved(contexts)[own])
@@ -98,7 +99,7 @@ def group(args: argparse.Namespace) -> None:
         pieces, worked = helpers.helped, time.thread_time()
         runner.run(replace(helped, helped=()) if mode == ALONE else helped)
         if turn >= len(MODES) * TOGETHER:
-            found[mode].append((runner.took, time.thread_time() - worked, helpers.helped - pieces))
+            found[mode].append((stream.last().took, time.thread_time() - worked, helpers.helped - pieces))
     for mode in MODES:
         step, worked, others = (statistics.median(column) for column in zip(*found[mode], strict=True))
         by = f", {others:.0f} pieces by group 1" if own == 0 else ""

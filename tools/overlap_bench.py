@@ -84,9 +84,9 @@ def rank(args: argparse.Namespace) -> None:
 
     took = []
     for _ in range(5):
-        waited, sent = stream.waited, 0
+        sent = 0
         runner.run(plan)
-        took.append(runner.took - (stream.waited - waited))
+        took.append(stream.last().took - stream.last().waited)
     slowness = agreed(args.ratio * min(took) / sent)
     found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     splits = 0
@@ -98,9 +98,8 @@ def rank(args: argparse.Namespace) -> None:
             rows = 0 if chosen is None else chosen.rows
         rows = int(agreed(rows))
         splits += mode == MODES[2] and rows > 0
-        waited, busy = stream.waited, stream.busy
         chooser.run(plan if rows == 0 else replace(plan, split=Split(rows, 1)))
-        found[mode].append((runner.took, stream.waited - waited, stream.busy - busy))
+        found[mode].append(stream.last()[:3])
     if own == 0:
         for mode, steps in found.items():
             step, exposed, exchanging = (1e3 * statistics.median(column) for column in zip(*steps, strict=True))

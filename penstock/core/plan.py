@@ -149,11 +149,12 @@ class Split(NamedTuple):
 
     Attributes:
         rows: of the first.
-        threads: of each rank, that compute meanwhile.
+        apart: units of each rank's device (threads of a CPU, multiprocessors of a GPU) that exchanges have to
+            themselves; 0 where all are shared.
     """
 
     rows: int
-    threads: int
+    apart: int
 
 
 class Helped(NamedTuple):

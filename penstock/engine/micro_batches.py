@@ -10,10 +10,11 @@ from penstock.core.stop import Stop
 from penstock.engine.executor.base import MaskCosts
 from penstock.engine.executor.groups import GroupMemory
 from penstock.engine.runner import Runner
-from penstock.nn import native
 from penstock.nn.experts import MixtureOfExperts
+from penstock.nn.linear import Shard
+from penstock.nn.ranks import Ranks
 from penstock.nn.streams import Turns
-from penstock.sched.parallel.micro_batches import LEAST_ROWS, MicroBatches, Part, computing_threads, cut
+from penstock.sched.parallel.micro_batches import LEAST_ROWS, MicroBatches, Part, cut, units_apart
 
 LATE = 1 / 8  # of what is known of a group's steps, that the last one counts
 
@@ -34,14 +35,24 @@ class SplitSteps:
         self._runner, self._groups = runner, groups
         layers = runner.model.model.layers.modules()
         self._chooser = MicroBatches(sum(isinstance(part, MixtureOfExperts) for part in layers))
-        self._threads = native.threads()
+
+    @property
+    def _spread(self) -> Shard:
+        experts = self._runner.model.shard.experts
+        assert experts is not None
+        return experts
+
+    @property
+    def _ranks(self) -> Ranks:
+        ranks = self._spread.ranks
+        assert ranks is not None
+        return ranks
 
     @property
     def _turns(self) -> Turns:
-        experts = self._runner.model.shard.experts
-        assert experts is not None
-        assert experts.turns is not None
-        return experts.turns
+        turns = self._spread.turns
+        assert turns is not None
+        return turns
 
     def next(self, plan: StepPlan) -> StepPlan:
         """What ranks are to run for a plan."""
@@ -59,8 +70,9 @@ class SplitSteps:
         if not rows:
             return plan
         whole = Part(*map(sum, zip(*map(_part, plan.sequences), strict=True)))
-        computing = self._threads * self._chooser.costs.computing(whole)
-        return replace(plan, split=Split(rows, computing_threads(self._threads, computing, self._chooser.worked)))
+        units = self._ranks.units
+        computing = units * self._chooser.costs.computing(whole)
+        return replace(plan, split=Split(rows, units_apart(units, computing, self._chooser.worked, self._ranks.sizes)))
 
     # --- as the runner
 
@@ -73,7 +85,7 @@ class SplitSteps:
 
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
         result = self._runner.run(plan, stop)
-        took, (waited, busy, worked) = self._runner.took, self._runner.exchanged
+        took, waited, busy, worked = self._spread.stream.last()
         if (groups := self._groups) is not None:
             computed = 1e9 * (took - waited) if plan.sequences else 0.0
             groups.computed[groups.group] += round(LATE * (computed - groups.computed[groups.group]))
@@ -82,6 +94,7 @@ class SplitSteps:
         if plan.sequences and not result.interrupted and not any(step.branches is not None for step in plan.sequences):
             rows = 0 if plan.split is None else plan.split.rows
             self.splits += rows > 0
+            worked *= self._spread.stream.apart or self._ranks.sizes[-1]
             self._chooser.ran([_part(step) for step in plan.sequences], rows, took, waited, busy, worked)
         return result
 

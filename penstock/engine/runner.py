@@ -3,9 +3,9 @@ the last step's samples; what grammars have come to is kept, too, and follows fr
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +31,6 @@ from penstock.engine.sampling import (
     sample,
     score,
 )
-from penstock.nn import native
 from penstock.nn.batch import Batch, Scratch, to_device
 from penstock.nn.graph import Forward
 from penstock.nn.helpers import Helpers
@@ -54,9 +53,6 @@ class Runner:
         switch: has experts computed elsewhere.
         helpers: with whom it attends; None where it does so alone.
         media: what it has made of images.
-        took: seconds that the last forward pass has; on a device, to launch it.
-        exchanged: of these, seconds that it waited for other ranks' experts, and seconds in which something was
-            exchanged with them, and of a processor for that.
 
     Args:
         graph_mode: how steps are computed, as `Forward` has it.
@@ -84,7 +80,6 @@ class Runner:
         self.cache = cache
         self._scratch = Scratch()
         self._prepared: deque[tuple[StepPlan, Batch]] = deque()
-        self.took, self.exchanged = 0.0, (0.0, 0.0, 0.0)
         self.switch: Callable[[Switch], None] = _cannot
         self.helpers: Helpers | None = None
         self.computing: Callable[[], None] = lambda: None  # called when a step is about to be long in kernels
@@ -147,7 +142,8 @@ class Runner:
         if (plan.encodes or plan.forgotten) and self.model.visual is not None:
             self.media.follow(self.model, plan)
         if not plan.sequences:
-            self.model.accompany()
+            with self._step():
+                self.model.accompany()
             for _ in range(self._drafts):
                 self.model.accompany_draft()
             return self._with_seen(StepResult([], []), plan)
@@ -159,10 +155,9 @@ class Runner:
         batch = self._take_prepared(plan) or self._batch(plan, placed)
         if self.helpers is not None:
             batch.together = partial(self.helpers.attend, _helped(plan))
-        threads = native.threads() if plan.split is not None else 0
+        if (spread := self.model.shard.experts) is not None:
+            spread.stream.apart = 0 if plan.split is None else plan.split.apart
         try:
-            if plan.split is not None:
-                native.set_threads(plan.split.threads)
             if stop:  # so was the step before it, perhaps, and nobody has drawn the tokens that it goes on with
                 self._masks.forget(plan.released)
                 return StepResult([], [], interrupted=True)
@@ -178,8 +173,6 @@ class Runner:
         except Interrupted:
             return StepResult([], [], interrupted=True)
         finally:
-            if threads:
-                native.set_threads(threads)
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
 
@@ -207,14 +200,13 @@ class Runner:
         came = None
         if self._before is not None:
             came = self._before.receive((2, len(batch.tokens), self.model.config.hidden_size), self.model.dtype)
-        stream = None if self.model.shard.experts is None else self.model.shard.experts.stream
-        before, began = (0.0, 0.0, 0.0) if stream is None else stream.times, time.perf_counter()
-        found = self.forward(batch, self.cache.layers, stop, came)
-        self.took = time.perf_counter() - began
-        if stream is not None:
-            waited, busy, worked = (now - then for now, then in zip(stream.times, before, strict=True))
-            self.exchanged = waited, busy, worked
-        return found
+        with self._step():
+            return self.forward(batch, self.cache.layers, stop, came)
+
+    def _step(self) -> AbstractContextManager[None]:
+        """Times what is exchanged meanwhile, if anything."""
+        spread = self.model.shard.experts
+        return nullcontext() if spread is None else spread.stream.step()
 
     def _compute(self, plan: StepPlan, batch: Batch, stop: Stop | None) -> StepResult:
         waits = self.device.type == "cuda"  # for the device, at last; until then the interpreter launches kernels

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +28,22 @@ class Ranks(ABC):
     Attributes:
         rank: from 0.
         size: how many there are.
+        sizes: how many of `units` exchanges may have to themselves, ascending.
     """
 
     rank: int
     size: int
+    sizes: Sequence[int]
+
+    @property
+    @abstractmethod
+    def units(self) -> int:
+        """Of this rank: threads of a CPU, multiprocessors of a GPU."""
+
+    @abstractmethod
+    def set_apart(self, units: int) -> None:
+        """From now on exchanges have so many to themselves, one of `sizes`; or share all, where it is 0, as at
+        first."""
 
     @property
     @abstractmethod
@@ -60,15 +72,26 @@ class SharedMemoryRanks(Ranks):
         handle: for native functions.
     """
 
+    sizes = (1,)
+
     def __init__(self, memory: mmap.mmap, rank: int, size: int, parent: int = 0, start: int = 0) -> None:
         self.rank, self.size = rank, size
-        self._memory = memory
+        self._memory, self._apart = memory, 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
         self.handle = native.value("penstock_ranks_open", "pnnn")(address, rank, size, parent)
 
     @property
     def on_host(self) -> SharedMemoryRanks:
         return self
+
+    @property
+    def units(self) -> int:
+        return native.threads() + self._apart
+
+    def set_apart(self, units: int) -> None:
+        threads = self.units
+        self._apart = min(units, threads - 1)  # another rank may have more of them
+        native.set_threads(threads - self._apart)
 
     @staticmethod
     def bytes_for(size: int) -> int:
@@ -180,14 +203,31 @@ class DistributedRanks(Ranks):
         members: their numbers among all ranks.
         rank: this one's number there.
         host: the same as processes of this machine.
-        group: NCCL's of them.
+        groups: NCCL's of them, by how many multiprocessors their kernels may have; 0 for as many as NCCL likes.
+        units: multiprocessors of this rank's device.
     """
 
-    def __init__(self, members: Sequence[int], rank: int, host: SharedMemoryRanks, group: Any) -> None:
+    def __init__(
+        self, members: Sequence[int], rank: int, host: SharedMemoryRanks, groups: Mapping[int, Any], units: int
+    ) -> None:
         from torch import distributed
 
         self.rank, self.size, self._host = members.index(rank), len(members), host
-        self._group, self._calls = group, distributed
+        self.sizes = sorted(size for size in groups if size)
+        self._groups, self._units, self._calls = groups, units, distributed
+        self._group = groups[0]
+
+    @property
+    def units(self) -> int:
+        return self._units
+
+    def set_apart(self, units: int) -> None:
+        self._group = self._groups[units]
+
+    def connect(self, device: torch.device) -> None:
+        """By all groups; else each would be when it is first used, in the middle of a step, and find no memory left."""
+        for group in self._groups.values():
+            self._calls.all_reduce(torch.zeros(1, device=device), group=group)
 
     @property
     def on_host(self) -> SharedMemoryRanks:

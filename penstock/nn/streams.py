@@ -12,13 +12,31 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from penstock.nn.ranks import Ranks
+
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
+
+
+class StepTimes(NamedTuple):
+    """Of a step.
+
+    Attributes:
+        took: seconds.
+        waited: of these, for which what computes has waited for exchanges.
+        busy: in which there was an exchange.
+        worked: of these, in which what exchanges had its units (`Ranks.sizes`) at work.
+    """
+
+    took: float
+    waited: float
+    busy: float
+    worked: float
 
 
 class Stream:
@@ -26,25 +44,34 @@ class Stream:
 
     Args:
         throttle: seconds that an exchange of so many bytes takes besides, for measurements.
-        device: whose tensors are exchanged; beside what a CUDA device computes they are on a stream of its own.
 
     Attributes:
-        waited: seconds for which what computes has waited for exchanges.
-        busy: seconds in which there was one.
-        worked: of these, seconds of a processor.
+        waited, busy, worked: as of a step, of all so far.
+        apart: of a rank's units, that exchanges are to have to themselves when they are beside what is computed.
     """
 
-    def __init__(self, throttle: Callable[[int], float] | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, throttle: Callable[[int], float] | None = None) -> None:
         self.waited = self.busy = self.worked = 0.0
+        self.apart = 0
         self._throttle = throttle
-        self._lane = None if device is None or device.type == "cpu" else _DeviceLane(device)
         self._is_beside = False
         self._thread: ThreadPoolExecutor | None = None
+        self._last = StepTimes(0.0, 0.0, 0.0, 0.0)
 
-    @property
-    def times(self) -> tuple[float, float, float]:
-        """waited, busy, worked"""
-        return self.waited, self.busy, self.worked
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What is computed and exchanged meanwhile is a step."""
+        began, before = time.perf_counter(), (self.waited, self.busy, self.worked)
+        try:
+            yield
+        finally:
+            now = self.waited, self.busy, self.worked
+            took = time.perf_counter() - began
+            self._last = StepTimes(took, *(end - start for start, end in zip(before, now, strict=True)))
+
+    def last(self) -> StepTimes:
+        """Of the last step."""
+        return self._last
 
     @property
     def is_beside(self) -> bool:
@@ -59,24 +86,22 @@ class Stream:
         """
         if self._is_beside:
             assert self._thread is not None
-            if self._lane is None:
-                return partial(self._await, self._thread.submit(self._run, exchange, size))
-            after, lane = self._lane.reached(), self._lane
-            coming = self._thread.submit(self._run, partial(lane.exchange, exchange, after), size)
-            return lambda: lane.take(self._await(coming))
+            return partial(self._await, self._thread.submit(self._run, exchange, size))
         began = time.perf_counter()
         found = self._run(exchange, size)
         self.waited += time.perf_counter() - began
         return lambda: found
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is begun meanwhile is done by a thread of its own."""
+    def beside(self, ranks: Ranks) -> Iterator[None]:
+        """What is begun meanwhile, by these ranks, is done by a thread of its own."""
         self._thread = self._thread or ThreadPoolExecutor(1, "penstock-exchange")
         self._is_beside = True
+        ranks.set_apart(self.apart)
         try:
             yield
         finally:
+            ranks.set_apart(0)
             self._is_beside = False
 
     @torch.inference_mode()
@@ -96,28 +121,75 @@ class Stream:
         return found
 
 
-class _DeviceLane:
-    """A CUDA device's stream for exchanges. What is sent has to be held until what comes is taken."""
+class DeviceStream(Stream):
+    """Of a rank whose tensors are on a CUDA device: beside what it computes, exchanges are on a stream of its own, and
+    times are the device's. What is sent has to be held until what comes is taken.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    Args:
+        timed: whether `last` is asked for.
+    """
 
-    def reached(self) -> torch.cuda.Event:
-        """Where what computes is."""
-        return torch.cuda.current_stream(self._device).record_event()
+    def __init__(self, device: torch.device, timed: bool) -> None:
+        super().__init__()
+        self._device, self._stream, self._timed = device, torch.cuda.Stream(device), timed
+        self._span = self._mark(self._stream), self._mark(self._stream)
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # from here to there
+        self._exchanges: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def exchange(self, exchange: Callable[[], Result], after: torch.cuda.Event) -> tuple[Result, torch.cuda.Event]:
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=self._timed)
+        event.record(stream)
+        return event
+
+    @property
+    def _computing(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._waits, self._exchanges, began = [], [], self._mark(self._computing)
+        try:
+            yield
+        finally:
+            self._span = began, self._mark(self._computing)
+
+    def last(self) -> StepTimes:
+        assert self._timed
+        self._span[1].synchronize()
+        took, waited, busy = (
+            sum(max(0.0, start.elapsed_time(end)) for start, end in spans) / 1000
+            for spans in ([self._span], self._waits, self._exchanges)
+        )
+        return StepTimes(took, waited, busy, busy)
+
+    def begin(self, exchange: Callable[[], Result], size: int) -> Callable[[], Result]:
+        after = self._mark(self._computing)
+        if not self._is_beside:
+            found = exchange()
+            self._waits.append((after, self._mark(self._computing)))
+            self._exchanges.append(self._waits[-1])
+            return lambda: found
+        assert self._thread is not None
+        coming = self._thread.submit(self._beside, exchange, after)
+        return lambda: self._take(*coming.result())
+
+    @torch.inference_mode()
+    def _beside(
+        self, exchange: Callable[[], Result], after: torch.cuda.Event
+    ) -> tuple[Result, torch.cuda.Event, torch.cuda.Event]:
         """In a thread of its own."""
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
+            began = self._mark(self._stream)
             found = exchange()
-            return found, self._stream.record_event()
+            return found, began, self._mark(self._stream)
 
-    def take(self, came: tuple[Result, torch.cuda.Event]) -> Result:
+    def _take(self, found: Result, began: torch.cuda.Event, there: torch.cuda.Event) -> Result:
         """For what computes, which waits for it; the host does not."""
-        found, there = came
-        computing = torch.cuda.current_stream(self._device)
+        computing = self._computing
+        self._exchanges.append((began, there))
+        self._waits.append((self._mark(computing), there))
         computing.wait_event(there)
         for tensor in [found] if isinstance(found, Tensor) else found if isinstance(found, list) else []:
             tensor.record_stream(computing)
@@ -163,25 +235,27 @@ class Turns:
         self.two = False
         self._words, self._number = words, number
 
-    def run(self, lanes: Sequence[Steps[Result]], another: Callable[[], Steps[Result]], stream: Stream) -> list[Result]:
+    def run(
+        self, lanes: Sequence[Steps[Result]], another: Callable[[], Steps[Result]], stream: Stream, ranks: Ranks
+    ) -> list[Result]:
         """Results of one's own micro-batches, one or two.
 
         Args:
             another: makes one without rows.
+            ranks: of these exchanges. Behind the first one as many of their units are set apart as any of them says.
         """
         # Who says so does it before the first exchange of all, and nobody says anything else before the last.
-        self._words[self._number] = len(lanes) > 1
-        own = len(lanes)
-        if own == 1:
-            try:
-                next(lanes[0])
-            except StopIteration as end:
-                return [end.value]
-        self.two = own > 1 or any(self._words)
+        self._words[self._number] = 0 if len(lanes) == 1 else 1 + stream.apart
+        try:
+            next(lanes[0])
+        except StopIteration as end:  # there is no exchange
+            return [end.value, *map(run, lanes[1:])]
+        said = max(self._words)
+        self.two = said > 0
         if not self.two:
             return [run(lanes[0])]
-        with stream.beside():
-            if own == 1:
-                lanes = [lanes[0], another()]
-                next(lanes[1])
-            return by_turns(lanes)[:own]
+        stream.apart = said - 1
+        with stream.beside(ranks):
+            second = lanes[1] if len(lanes) > 1 else another()
+            next(second)
+            return by_turns([lanes[0], second])[: len(lanes)]

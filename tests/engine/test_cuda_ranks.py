@@ -4,11 +4,14 @@ they share it, and NCCL takes each for a host of its own."""
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
 
 from penstock.core.errors import RankFailed
+from penstock.engine import micro_batches
+from penstock.engine.executor.exchanges import UNITS
 from penstock.sched.parallel.micro_batches import MicroBatches
 from tests.engine.test_groups import asked, build, tokens
 from tests.helpers.checkpoints import write_checkpoint
@@ -65,6 +68,8 @@ def begin(folder, two, options):
     """In a group's process."""
     if two:
         MicroBatches.choose = _often
+        apart = cycle((0, *UNITS))
+        micro_batches.units_apart = lambda units, computing, exchanging, sizes: next(apart)
     BUILT["own"] = build(folder, device="cuda", kv_cache_memory=MEMORY, graph_mode="eager", **options)
 
 

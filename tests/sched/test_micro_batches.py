@@ -7,16 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.sched.parallel.micro_batches import (
+    APART,
     ENOUGH,
     GAIN,
     Costs,
     MicroBatches,
     Part,
     best_split,
-    computing_threads,
     cut,
     halves,
     makespan,
+    units_apart,
 )
 
 times = st.floats(0, 100)
@@ -138,9 +139,28 @@ def test_what_is_slower_than_predicted_is_left(slowed):
 
 
 def test_threads_are_set_apart_for_exchanges_where_that_costs_little():
-    assert computing_threads(8, computing=7.0, exchanging=1.0) == 7
-    assert computing_threads(16, computing=15.5, exchanging=0.9) == 15
-    assert computing_threads(16, computing=12.0, exchanging=0.01) == 15
-    assert computing_threads(4, computing=4.0, exchanging=0.1) == 4, "a quarter of what computes"
-    assert computing_threads(1, computing=1.0, exchanging=1.0) == 1
-    assert computing_threads(8, computing=1.0, exchanging=0.0) == 8
+    assert units_apart(8, computing=7.0, exchanging=1.0, sizes=(1,)) == 1
+    assert units_apart(16, computing=15.5, exchanging=0.9, sizes=(1,)) == 1
+    assert units_apart(16, computing=12.0, exchanging=0.01, sizes=(1,)) == 1
+    assert units_apart(4, computing=4.0, exchanging=0.1, sizes=(1,)) == 0, "a quarter of what computes"
+    assert units_apart(1, computing=1.0, exchanging=1.0, sizes=(1,)) == 0
+    assert units_apart(8, computing=1.0, exchanging=0.0, sizes=(1,)) == 0
+
+
+def test_so_are_multiprocessors_as_many_as_exchanges_may_be_kept_to():
+    sizes = (4, 8, 16, 32)
+    assert units_apart(132, computing=124.0, exchanging=8.0, sizes=sizes) == 8
+    assert units_apart(132, computing=120.0, exchanging=12.0, sizes=sizes) == 16
+    assert units_apart(132, computing=100.0, exchanging=0.5, sizes=sizes) == 4
+    assert units_apart(132, computing=90.0, exchanging=42.0, sizes=sizes) == 0, "what exchanges is held up by 32"
+    assert units_apart(4, computing=1.0, exchanging=1.0, sizes=sizes) == 0
+
+
+@given(st.floats(0.01, 100.0), st.floats(0.01, 100.0), st.integers(2, 132), st.sampled_from([(1,), (4, 8, 16, 32)]))
+def test_units_are_set_apart_only_where_the_slower_of_both_takes_little_longer(computing, exchanging, units, sizes):
+    apart = units_apart(units, computing, exchanging, sizes)
+    assert apart in (0, *sizes)
+    assert apart < units
+    if apart:
+        took = max(computing / (units - apart), exchanging / apart)
+        assert took <= (1 + APART) * (computing + exchanging) / units

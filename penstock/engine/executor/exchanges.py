@@ -19,11 +19,13 @@ from penstock.engine.options import EngineOptions, rank_device
 from penstock.nn.helpers import Places
 from penstock.nn.linear import Shard
 from penstock.nn.ranks import DevicePipe, DistributedRanks, Pipe, Ranks, SharedMemoryPipe, SharedMemoryRanks
-from penstock.nn.streams import Stream
+from penstock.nn.streams import DeviceStream, Stream
 
 # Of plans that all ranks have read: as many are in flight as there are stages, or two, and one is being written. The
 # memory is found when it is used.
 SLOT_BYTES = 256 << 20
+# Multiprocessors that exchanges may be kept to: NCCL's kernels have a block of threads for each, seldom more than 32.
+UNITS = (4, 8, 16, 32)
 
 
 class Desk:
@@ -115,6 +117,7 @@ class Exchanges:
         if groups is not None:
             self.expert_ranks = groups.ranks(stage, shard, parent)
         self._device: torch.device | None = None
+        self._overlaps = False
         self._distributed, self._lock = False, Lock()
         self.before = self._pipe(stage - 1, shard, rank - layout.tensor) if stage > 0 else None
         self.after = self._pipe(stage, shard, rank + layout.tensor) if stage < layout.pipeline - 1 else None
@@ -122,7 +125,7 @@ class Exchanges:
     @property
     def shard(self) -> Shard:
         layout, (_, stage, shard) = self.layout, self.place
-        experts, stream = None, Stream(device=self._device)
+        experts, stream = None, Stream() if self._device is None else DeviceStream(self._device, self._overlaps)
         if self._groups is not None:
             experts = self._groups.experts(stage, shard, self.expert_ranks, stream)
         elif self.expert_ranks is not None:
@@ -181,6 +184,7 @@ class Exchanges:
         groups, group = (1, 0) if self._groups is None else (layout.data, self._groups.group)
         number = layout.rank(Place(group, stage, shard))
         here = self._device = rank_device(options, device, self.world.rank)
+        self._overlaps = options.enable_dbo
         torch.cuda.set_device(here)
         os.putenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # which ends a process where another one has ended
         if options.one_device:
@@ -189,25 +193,44 @@ class Exchanges:
         distributed.init_process_group("nccl", init_method=f"file://{meeting}", rank=number, world_size=size)
         stages = [(of, at) for of in range(groups) for at in range(layout.pipeline)]
         shards = [[layout.rank(Place(*each, i)) for i in range(layout.tensor)] for each in stages]
-        self.ranks = self._joined(number, shards, self.on_host)
+        self.ranks = self._joined(number, shards, self.on_host, here)
         if self.expert_ranks is not None:
             by_stage = [[*chain(*shards[at :: layout.pipeline])] for at in range(layout.pipeline)]
-            self.expert_ranks = self._joined(number, by_stage, self.expert_ranks.on_host)
+            sizes = UNITS if options.enable_dbo else ()
+            self.expert_ranks = self._joined(number, by_stage, self.expert_ranks.on_host, here, sizes)
         self.before = None if self.before is None else DevicePipe(here, number - layout.tensor)
         self.after = None if self.after is None else DevicePipe(here, number + layout.tensor)
         self._distributed = True
         return self
 
-    def _joined(self, number: int, sets: Sequence[Sequence[int]], host: SharedMemoryRanks | None) -> Ranks | None:
-        """The set that a rank is in, of such that all ranks make together; None where each is alone."""
+    def _joined(
+        self,
+        number: int,
+        sets: Sequence[Sequence[int]],
+        host: SharedMemoryRanks | None,
+        device: torch.device,
+        sizes: Sequence[int] = (),
+    ) -> Ranks | None:
+        """The set that a rank is in, of such that all ranks make together; None where each is alone.
+
+        Args:
+            sizes: how many multiprocessors what they exchange may be kept to.
+        """
         from torch import distributed
 
-        joined: Ranks | None = None
+        joined: DistributedRanks | None = None
+        units = torch.cuda.get_device_properties(device).multi_processor_count
         for members in sets if len(sets[0]) > 1 else ():
-            group: Any = distributed.new_group(list(members))
+            groups: dict[int, Any] = {0: distributed.new_group(list(members))}
+            for size in (size for size in sizes if size <= units // 2):
+                config = distributed.ProcessGroupNCCL.Options()
+                config.config.max_ctas = size
+                groups[size] = distributed.new_group(list(members), pg_options=config)
             if number in members:
                 assert host is not None
-                joined = DistributedRanks(members, number, host, group)
+                joined = DistributedRanks(members, number, host, groups, units)
+        if joined is not None:
+            joined.connect(device)
         return joined
 
     def fail(self, rank: int) -> None:

@@ -239,11 +239,13 @@ class Decoder(nn.Module):
     def _by_turns(self, lanes: Sequence[Steps[Lane]]) -> list[Lane]:
         """What comes of one micro-batch, or of two."""
         experts = self.shard.experts
-        if experts is not None and experts.turns is not None:
-            return experts.turns.run(lanes, self._accompanying, experts.stream)
-        if experts is None or len(lanes) == 1:
+        if experts is None or experts.ranks is None:
             return [run(lane) for lane in lanes]
-        with experts.stream.beside():
+        if experts.turns is not None:
+            return experts.turns.run(lanes, self._accompanying, experts.stream, experts.ranks)
+        if len(lanes) == 1:
+            return [run(lanes[0])]
+        with experts.stream.beside(experts.ranks):
             return by_turns(lanes)
 
     def accompany(self) -> None:

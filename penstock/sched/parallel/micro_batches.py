@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.sched.parallel.units import UnitClass, allocate
@@ -22,7 +23,7 @@ LEAST_ROWS = 2
 ENOUGH = 8  # steps that ran, before any is predicted
 KEPT = 0.98  # of what was learned, from step to step
 STEADY = 4  # layers after which every one takes as long as the one before
-APART = 0.1  # of the time, that it may cost to have what exchanges and what computes on threads of their own
+APART = 0.1  # of the time, that it may cost to have what exchanges and what computes on units of their own
 RIDGE = 1e-4  # of what was seen: what cannot be told apart is shared out
 
 
@@ -120,18 +121,29 @@ def best_split(parts: Sequence[Part], layers: int, costs: Costs) -> tuple[int, f
     return rows, took, alone
 
 
-def computing_threads(threads: int, computing: float, exchanging: float) -> int:
-    """How many of a rank's threads compute while one exchanges: all but that one where both then end at about the same
-    time (equation 1), and else all, which share their processors with it.
+def units_apart(units: int, computing: float, exchanging: float, sizes: Sequence[int]) -> int:
+    """How many of a device's units exchanges have to themselves while the others compute, such that both end at about
+    the same time (xLLM, equation 1); 0 where it is quicker that all share them.
 
     Args:
-        computing, exchanging: seconds of a processor.
+        computing, exchanging: seconds of a unit.
+        sizes: how many these may be, ascending.
     """
-    if threads < 2 or exchanging <= 0:
-        return threads
-    ((own, others),) = allocate([UnitClass((computing, exchanging), threads)])
-    apart = max(computing / own, exchanging / others)
-    return own if others == 1 and apart <= (1 + APART) * (computing + exchanging) / threads else threads
+    if units < 2 or exchanging <= 0:
+        return 0
+    wanted = _share(units, max(0.001, round(exchanging / (computing + exchanging), 3)))
+    apart = next((size for size in sizes if size >= wanted), sizes[-1])
+    if apart >= units:
+        return 0
+    took = max(computing / (units - apart), exchanging / apart)
+    return apart if took <= (1 + APART) * (computing + exchanging) / units else 0
+
+
+@lru_cache(1024)
+def _share(units: int, exchanging: float) -> int:
+    """Units of what has this share of the work; that of a GPU's many takes milliseconds to find."""
+    ((_, found),) = allocate([UnitClass((1 - exchanging, exchanging), units)])
+    return found
 
 
 @dataclass(slots=True)
@@ -198,7 +210,7 @@ class MicroBatches:
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.stretch = 1.0  # what two micro-batches have taken over what was predicted
-        self.worked = 0.0  # seconds of a processor that exchanges of a step take, of late
+        self.worked = 0.0  # seconds of a unit that exchanges of a step take, of late
         self._computed, self._exchanged = _Fit(3), _Fit(2)
         self._seen = 0
 
@@ -221,7 +233,7 @@ class MicroBatches:
 
         Args:
             took: seconds; `waited`: of these, for exchanges, with nothing to compute.
-            exchanging: seconds in which something was exchanged; `worked`: of a processor.
+            exchanging: seconds in which something was exchanged; `worked`: of a unit.
         """
         self.worked += 0.1 * (worked - self.worked)
         rows, kv = sum([part.rows for part in parts]), sum([part.kv for part in parts])

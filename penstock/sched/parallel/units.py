@@ -7,7 +7,8 @@ Operators that run at once, of matrices on one kind of unit and of vectors on an
 together (`allocate`; xLLM, equation 1). With shares of units the answer is x_i = N * W_i / sum W in either class: equal
 times within it, and between the classes the totals decide. With whole units, of which each operator has at least one
 and all are used, it is found exactly: no operator is to end before some moment, so it gets no more units than that
-allows, and within these bounds the slowest gets the next unit. Every moment at which an operator can end is tried.
+allows, and within these bounds the slowest gets the next unit. Moments at which an operator can end are tried, the
+latest first.
 """
 
 from __future__ import annotations
@@ -89,12 +90,15 @@ def allocate(classes: Sequence[UnitClass]) -> list[list[int]]:
     it the least time until all have ended."""
     assert all(1 <= len(c.work) <= c.units for c in classes)
     earliest = {c.time(i, n) for c in classes for i in range(len(c.work)) for n in range(1, c.units + 1)}
+    evenly = [sum(c.work) / (c.rate * c.units) for c in classes]  # with shares of units all of a class end then
     best, found = (inf, inf), list[list[int]]()
-    for moment in sorted(earliest):
+    for moment in sorted(earliest, reverse=True):
+        if max(evenly) - moment > best[0]:
+            break  # whose operators end as early as that differ by more
         given = [_not_before(c, moment) for c in classes]
         whole = [units for units in given if units is not None]
         if len(whole) < len(given):
-            break  # a later moment leaves less room still
+            continue  # an earlier moment leaves more room
         loss = alignment_loss(classes, whole)
         if loss < best:
             best, found = loss, whole
