@@ -67,13 +67,16 @@ def groups(args: argparse.Namespace) -> None:
             groups=args.groups,
             sequences=args.batch,
             room=args.room,
+            units=args.units,
             steps=args.steps,
             by_room=by_room,
             moves=moves,
         )
         print(
             f"{name}: {found.apart:,.0f} tokens between the fullest and the emptiest group; step {found.step_ms:.2f} "
-            f"ms, of which a group waits {found.wait_ms:.2f} ms; {found.moved:.0f} moves for 1,000 sequences that end",
+            f"ms, of which a group waits {found.wait_ms:.2f} ms; {found.moved:.0f} moves for 1,000 sequences that end; "
+            f"busiest unit of the fullest group {found.in_turn:,.0f} tokens in turn, {found.spread:,.0f} spread, "
+            f"{found.mean:,.0f} in the mean",
             flush=True,
         )
 
@@ -97,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_groups.add_argument("--groups", type=int, default=80)
     of_groups.add_argument("--batch", type=int, default=32, help="sequences of a group, in the mean")
     of_groups.add_argument("--room", type=int, default=1_500_000, help="tokens of KV of a group")
+    of_groups.add_argument("--units", type=int, default=132, help="of a device, that attend")
     of_groups.add_argument("--lengths", help="file of observed lengths, plain or .gz, rather than these two")
     shape: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("MEAN", "CV")}
     of_groups.add_argument("--prompt", **shape, default=[2000, 1.5], help="tokens, and their coefficient of variation")

@@ -18,10 +18,13 @@ from penstock.sched.cluster.base import ClusterView, Demand, InstanceLoad, Rates
 from penstock.sched.cluster.conversion import PAUSE
 from penstock.sched.cluster.group_balance import GroupBalance
 from penstock.sched.parallel.groups import admit
+from penstock.sched.parallel.units import busiest, in_turn, spread_rows
 from penstock.sched.steptime import StepTime
 from penstock.workload.lengths import LengthPairs, Tokens
 
 TICK = 0.1  # seconds between two looks of the master
+EVERY = 50  # steps, of which one is looked at for its units
+PIECE = 512  # tokens, of which pieces of long sequences have multiples
 MOST = 1 << 15  # tokens that any sequence may generate
 
 
@@ -32,12 +35,17 @@ class Evenness:
     Attributes:
         apart: tokens of KV that the group with the most attends over, less those of the one with the fewest.
         step_ms: of all groups, and how much of it each waits for the slowest.
+        in_turn: tokens of the busiest unit of the group with the most, when its units get whole sequences in turn;
+            `spread`: when these are spread evenly, long ones in pieces; `mean`: of a unit.
         moved: moves, for each thousand sequences that end.
     """
 
     apart: float
     step_ms: float
     wait_ms: float
+    in_turn: float
+    spread: float
+    mean: float
     moved: float
 
 
@@ -59,6 +67,12 @@ class _Decoding:
         """Tokens of each group."""
         return np.bincount(self.where, self.prompts + self.generated, groups).astype(np.int64)
 
+    def lengths(self, group: int) -> list[int]:
+        """Tokens of each of its sequences."""
+        here = self.where == group
+        found: list[int] = (self.prompts + self.generated)[here].tolist()
+        return found
+
     def residents(self, group: int, now: float, step: float) -> list[Resident]:
         found = []
         for i in np.flatnonzero((self.where == group) & (self.pauses <= now)).tolist():
@@ -75,6 +89,7 @@ def simulate_groups(
     groups: int,
     sequences: int,
     room: int,
+    units: int,
     steps: int,
     by_room: bool,
     moves: bool,
@@ -83,7 +98,7 @@ def simulate_groups(
     Args:
         times: of a group.
         sequences: of each group, in the mean.
-        room: of a group, tokens of KV.
+        room: of a group, tokens of KV; `units`: of its device, that attend.
         by_room: a sequence goes to the group with the most room, rather than to each in turn.
         moves: sequences move.
     """
@@ -93,6 +108,7 @@ def simulate_groups(
     names, output = frozenset(map(str, range(groups))), float(decoding.outputs.mean())
     ended = moved = 0
     seen: list[tuple[float, float, float]] = []
+    of_units: list[tuple[int, int, float]] = []
     for number in range(steps):
         held = decoding.held(groups)
         each = [times.step_ms(decodes=sequences, kv_tokens=tokens) for tokens in held.tolist()]  # rows share experts
@@ -100,6 +116,10 @@ def simulate_groups(
         now += step
         if 2 * number >= steps:
             seen.append((float(held.max() - held.min()), max(each), max(each) - sum(each) / groups))
+            if number % EVERY == 0:
+                fullest = decoding.lengths(int(held.argmax()))
+                spread = busiest(spread_rows(fullest, units, PIECE))
+                of_units.append((in_turn(fullest, units), spread, sum(fullest) / units))
         decoding.generated[decoding.pauses <= now] += 1
         over = np.flatnonzero(decoding.generated >= decoding.outputs)
         for i, prompt, generates in zip(over.tolist(), *lengths.draw(len(over), draws), strict=True):
@@ -115,8 +135,8 @@ def simulate_groups(
             look_at = now + TICK
             went = _move(balance, decoding, _view(now, step, decoding, times, names, room, output), step)
             moved += went if 2 * number >= steps else 0
-    apart, step_ms, wait_ms = np.mean(seen, axis=0).tolist()
-    return Evenness(apart, step_ms, wait_ms, 1000 * moved / max(1, ended))
+    means: list[float] = [*np.mean(seen, axis=0).tolist(), *np.mean(of_units, axis=0).tolist()]
+    return Evenness(*means, 1000 * moved / max(1, ended))
 
 
 def _view(

@@ -12,7 +12,7 @@ LONG = Independent(LogNormal(20_000, 1.5), LogNormal(3000, 1.0))
 
 
 def simulated(lengths, **ways):
-    size = {"groups": 8, "sequences": 16, "room": 3_000_000, "steps": 300}
+    size = {"groups": 8, "sequences": 16, "room": 3_000_000, "units": 132, "steps": 300}
     return simulate_groups(lengths, TIMES, np.random.default_rng(3), **size, **ways)
 
 
@@ -23,6 +23,9 @@ def test_each_layer_of_balance_makes_steps_shorter():
     assert in_turn.apart > by_room.apart > 1.5 * moving.apart
     assert in_turn.wait_ms > by_room.wait_ms > 1.5 * moving.wait_ms
     assert by_room.step_ms > moving.step_ms
+    for found in (in_turn, by_room, moving):
+        assert found.in_turn > 5 * found.mean
+        assert found.spread < 1.25 * found.mean
     assert in_turn.moved == by_room.moved == 0
     assert moving == simulated(LONG, by_room=True, moves=True)
 
