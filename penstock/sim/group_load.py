@@ -135,8 +135,9 @@ def simulate_groups(
             look_at = now + TICK
             went = _move(balance, decoding, _view(now, step, decoding, times, names, room, output), step)
             moved += went if 2 * number >= steps else 0
-    means: list[float] = [*np.mean(seen, axis=0).tolist(), *np.mean(of_units, axis=0).tolist()]
-    return Evenness(*means, 1000 * moved / max(1, ended))
+    apart, step_ms, wait_ms = np.mean(seen, axis=0).tolist()
+    turns, spread, mean = np.mean(of_units, axis=0).tolist()
+    return Evenness(apart, step_ms, wait_ms, turns, spread, mean, 1000 * moved / max(1, ended))
 
 
 def _view(
