@@ -466,6 +466,5 @@ class MixtureOfExperts(nn.Module):
         if self.shared_experts is None:
             return routed
         shared: Tensor = self.shared_experts(x)
-        if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x).sigmoid()
-        return routed + shared
+        gates = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        return ops.add_shared(routed, shared, gates)

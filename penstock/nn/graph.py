@@ -12,32 +12,29 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from ctypes import addressof
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.core.stop import Interrupted, Stop
 from penstock.nn import cuda_graph, native
 from penstock.nn.batch import Batch
+from penstock.nn.chain import Chain, unchained
 from penstock.nn.kv import KVLayers
-from penstock.nn.layers import Attention, Block, GatedMLP, RMSNorm, Rotations
-from penstock.nn.linear import Linear
-from penstock.nn.methods import PACKED, PLAIN
-from penstock.nn.methods.base import Weight
-from penstock.nn.methods.packed_quantised import PackedQuantised
+from penstock.nn.layers import Rotations
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native import Cache, of_layer
-from penstock.nn.ops import ACTIVATIONS, OPS
-from penstock.nn.packed_quantised import PackedQuantisedWeight
+from penstock.nn.ops import OPS
 from penstock.nn.ranks import SharedMemoryRanks
 
 Mode = Literal["eager", "partial", "full"]
 MODES = ("auto", *get_args(Mode))
 SIMPLE = (
-    *("packed_linear", "packed_rows", "packed_quantised_linear", "packed_quantised_rows"),
-    *("rms_norm", "add_rms_norm", "qkv_to_cache", "gate_mul"),
+    *("packed_linear", "packed_rows", "packed_quantised_linear", "packed_quantised_rows", "head_linear"),
+    *("rms_norm", "add_rms_norm", "rotary", "store_kv", "qkv_to_cache", "gate_mul"),
+    *("route", "group_experts", "expert_rows", "combine_experts", "add_shared"),
 )
 CHAINED = {
     mode: [(OPS[name], OPS[name].backend("native").function) for name in names]
@@ -47,48 +44,7 @@ CHAINED = {
 INTERRUPTED = -3  # see layer.h
 TOGETHER = 4  # layers that are launched at once on a device that computes beside this process
 
-_POINTER, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Projection(ctypes.Structure):
-    _fields_ = (("lines", _POINTER), ("outs", _NUMBER), ("ins", _NUMBER), ("bias", _POINTER), ("quantised", _POINTER))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        ("mixer_norm", _POINTER),
-        ("qkv", _Projection),
-        ("q_norm", _POINTER),
-        ("k_norm", _POINTER),
-        ("o", _Projection),
-        ("mixer_post_norm", _POINTER),
-        ("feed_forward_norm", _POINTER),
-        ("gate_up", _Projection),
-        ("down", _Projection),
-        ("feed_forward_post_norm", _POINTER),
-        ("window", _NUMBER),
-        ("rotation", _NUMBER),
-    )
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)),
-        ("count", _NUMBER),
-        ("embedding", _POINTER),
-        ("vocab", _NUMBER),
-        ("hidden", _NUMBER),
-        ("embedding_is_packed", _NUMBER),
-        ("quantised_embedding", _POINTER),
-        ("norm", _POINTER),
-        ("wide_norms", _NUMBER),
-        ("activation", _NUMBER),
-        ("eps", _FLOAT),
-        ("scale", _FLOAT),
-        ("embedding_scale", _FLOAT),
-        ("ranks", _POINTER),
-        ("first_token", _NUMBER),
-    )
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Table(ctypes.Structure):
@@ -199,65 +155,25 @@ def obstacle(model: Decoder, mode: Mode) -> str | None:
     return unchained(model) or (f"{', '.join(other)} computed by other backends" if other else None)
 
 
-def unchained(model: Decoder) -> str | None:
-    """Why a model is not one of those that are chained, or None."""
-    if (reason := PACKED.missing(model.device, model.dtype)) is not None:
-        return reason
-    blocks = _blocks(model)
-    kinds = {type(part) for block in blocks for part in (block, block.mixer, block.feed_forward)}
-    if other := sorted(kind.__name__ for kind in kinds - {Block, Attention, GatedMLP}):
-        return f"{', '.join(other)} computed op by op"
-    linears = [part for block in blocks for part in block.modules() if isinstance(part, Linear)]
-    held = {linear.method.name for linear in linears}
-    if (embedding := model.model.embed_tokens) is not None:
-        held |= {embedding.method.name} - {PLAIN.name}
-    if other := sorted(held - {PACKED.name, PackedQuantised.name}):
-        return f"there are no kernels for {', '.join(other)} weights"
-    norms = {part.weight.dtype for part in model.modules() if isinstance(part, RMSNorm)}
-    parts = {(_mixer(block).scale, _mixer(block).heads, _feed_forward(block).activation) for block in blocks}
-    return "layers differ in more than windows and rotations" if len(norms) > 1 or len(parts) > 1 else None
-
-
 def _others(mode: Mode) -> list[str]:
     """Ops that something else than their kernel computes."""
     return [op.name for op, kernel in CHAINED[mode] if op["cpu"] is not kernel]
 
 
 class Graph:
-    """Where a model's weights are, in the order in which a step reads them. They must not move afterwards."""
+    """Steps of a model as calls. Its weights must not move afterwards."""
 
     def __init__(self, model: Decoder) -> None:
-        config, stack, blocks = model.config, model.model, _blocks(model)
-        mixers = [_mixer(block) for block in blocks]
         ranks = model.shard.ranks
         assert ranks is None or isinstance(ranks, SharedMemoryRanks)
         self._ranks = ranks
-        self._heads = mixers[0].heads
-        self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
-        embedding = stack.embed_tokens if model.shard.is_first else None
-        self._decoder = _Decoder(
-            self._layers,
-            len(blocks),
-            None if embedding is None else _address(embedding.weight),
-            0 if embedding is None else embedding.weight.shape[0],
-            config.hidden_size,
-            embedding is not None and embedding.method.name == PACKED.name,
-            None if embedding is None else _quantised(embedding.weight),
-            _norm(stack.norm),
-            blocks[0].mixer_norm.weight.dtype != model.dtype,
-            ACTIVATIONS.index(_feed_forward(blocks[0]).activation),
-            config.norm_eps,
-            mixers[0].scale,
-            1.0 if embedding is None else torch.tensor(embedding.scale, dtype=model.dtype).item(),
-            None if ranks is None else ranks.handle,
-            0 if embedding is None else embedding.own_outs[0].start,
-        )
+        self._chain = chain = Chain(model)
+        self._decoder, self._heads = chain.decoder, chain.heads
         self._is_last = model.shard.is_last
         self._dtype = model.dtype
         self._cache: tuple[ref[KVLayers], ctypes.Array[Cache]] | None = None  # the last one, and where it is
-        self._hidden = config.hidden_size
+        self._hidden = model.config.hidden_size
         self._width = native.value("penstock_scratch_width", "p")(addressof(self._decoder))
-        self._attend = [mixer.attend for mixer in mixers]
         self._step = native.value("penstock_step", "pppnpp")
         self._until = native.value("penstock_until_attention", "pppnppn")
         self._after = native.value("penstock_after_attention", "ppppppn")
@@ -308,10 +224,11 @@ class Graph:
         self, step: tuple[Any, ...], places: tuple[int, int], batch: Batch, cache: KVLayers, wide: Tensor
     ) -> None:
         count = len(batch.tokens)
-        for i, layer in enumerate(self._layers):
+        for i, (layer, attend) in enumerate(zip(self._chain.layers, self._chain.attend, strict=True)):
             self._expect(self._until(*step, self._heads, *places, i))
-            q = wide[: count * layer.qkv.outs].view(count, -1, cache[i].dim)[:, : self._heads]
-            attended = self._attend[i](q, cache[i], batch.tables[cache[i].group]).contiguous()
+            width = layer.qkv.outs or self._heads * cache[i].dim
+            q = wide[: count * width].view(count, -1, cache[i].dim)[:, : self._heads]
+            attended = attend(q, cache[i], batch.tables[cache[i].group]).contiguous()
             self._expect(self._after(*step, attended.data_ptr(), *places, i))
 
     def _expect(self, status: int) -> None:
@@ -329,55 +246,3 @@ def _table(batch: Batch, mode: Mode) -> _Table:
         return _Table(*own)
     spans, ids = batch.places
     return _Table(*own, spans.data_ptr(), len(spans), ids.data_ptr())
-
-
-def _blocks(model: Decoder) -> list[Block]:
-    return cast("list[Block]", list(model.model.layers))
-
-
-def _mixer(block: Block) -> Attention:
-    return cast(Attention, block.mixer)
-
-
-def _feed_forward(block: Block) -> GatedMLP:
-    return cast(GatedMLP, block.feed_forward)
-
-
-def _layer(block: Block) -> _Layer:
-    mixer, feed_forward = _mixer(block), _feed_forward(block)
-    return _Layer(
-        _norm(block.mixer_norm),
-        _projection(mixer.qkv_proj),
-        _norm(mixer.q_norm),
-        _norm(mixer.k_norm),
-        _projection(mixer.o_proj),
-        _norm(block.mixer_post_norm),
-        _norm(block.feed_forward_norm),
-        _projection(feed_forward.gate_up_proj),
-        _projection(feed_forward.down_proj),
-        _norm(block.feed_forward_post_norm),
-        mixer.window or 0,
-        mixer.rotation,
-    )
-
-
-def _address(weight: Weight) -> int | None:
-    """Of a weight that is numbers."""
-    if isinstance(weight, PackedQuantisedWeight):
-        return None
-    (parameter,) = weight.parameters() if isinstance(weight, nn.Module) else (weight,)
-    return parameter.data_ptr()
-
-
-def _quantised(weight: Weight) -> int | None:
-    """Where the kernels find one in few bits."""
-    return weight.view() if isinstance(weight, PackedQuantisedWeight) else None
-
-
-def _norm(norm: RMSNorm | None) -> int | None:
-    return None if norm is None else norm.weight.data_ptr()
-
-
-def _projection(linear: Linear) -> _Projection:
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Projection(_address(linear.weight), *linear.weight.shape, bias, _quantised(linear.weight))

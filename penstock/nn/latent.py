@@ -93,10 +93,13 @@ class LatentAttention(nn.Module):
         wide = batch.scratch.take("queries", (rows, self.heads, latent.rank + latent.rope), x.dtype, x.device)
         ops.head_linear(q[..., : latent.key], up.keys, wide[..., : latent.rank])
         ops.rotary(q[..., latent.key :], cos, sin, latent.interleaved, wide[..., latent.rank :])
-        sums = attend(wide, cache, batch, self.scale)
+        sums = self.attend(wide, cache, batch)
         values = x.new_empty(rows, self.heads, latent.value)
         ops.head_linear(sums, up.values, values)
         return self.o_proj(values.flatten(1))
+
+    def attend(self, q: Tensor, cache: LayerKV, batch: Batch) -> Tensor:
+        return attend(q, cache, batch, self.scale)
 
     def _queries(self, x: Tensor) -> Tensor:
         """[rows, heads * (key + rope)]"""

@@ -290,6 +290,8 @@ def case(name: str, data, device: str, dtype: torch.dtype):
         return (PackedWeight.of(rand(150, width + data.draw(st.integers(0, 1)))), torch.randint(0, 150, (rows,))), []
     if name in ("route", "group_experts", "expert_rows", "combine_experts"):
         return of_experts(name, data, rows, device, dtype), []
+    if name == "add_shared":
+        return (rand(rows, width), rand(rows, width), data.draw(st.sampled_from([None, 9 * rand(rows, 1)]))), []
     if "quantised" in name:
         outs, ins = data.draw(st.sampled_from([1, 16, 63, 150])), width + data.draw(st.sampled_from([0, 1, 200]))
         of = PackedQuantisedWeight if name.startswith("packed") else QuantisedWeight

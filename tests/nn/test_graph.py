@@ -13,7 +13,9 @@ from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache, make_layout
 from penstock.nn import native
 from penstock.nn.batch import Batch, Scratch
+from penstock.nn.experts import Experts
 from penstock.nn.graph import Forward, obstacle
+from penstock.nn.linear import Shard
 from penstock.nn.loader import load_model
 from penstock.nn.methods import PLAIN
 from penstock.nn.ops import OPS
@@ -25,9 +27,12 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.
 STEPS = ([(0, 5), (0, 130), (0, 1)], [(5, 1), (130, 70), (1, 1)], [(6, 1), (200, 1), (2, 1)])
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3", "qwen2", "llama-tied", "llama-bias", "mistral-window", "gemma3", "phi3-partial"]
-)
+DENSE = ["qwen3", "qwen2", "llama-tied", "llama-bias", "mistral-window", "gemma3", "phi3-partial"]
+EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed"]
+LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves"]
+
+
+@pytest.fixture(scope="module", params=[*DENSE, *EXPERTS, *LATENT])
 def checkpoint(request, tmp_path_factory):
     pytest.importorskip("transformers")
     return write_checkpoint(tmp_path_factory.mktemp("model"), request.param)
@@ -217,12 +222,20 @@ def test_a_step_that_is_stopped_leaves_nothing_that_is_no_number(checkpoint, mod
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("quantization", "dtype"),
-    [("int8", torch.bfloat16), ("int4", torch.float32), ("hqq3", torch.bfloat16), ("fp8", torch.bfloat16)],
+    ("name", "quantization", "dtype"),
+    [
+        ("llama-tied", "int8", torch.bfloat16),
+        ("llama-tied", "int4", torch.float32),
+        ("llama-tied", "hqq3", torch.bfloat16),
+        ("llama-tied", "fp8", torch.bfloat16),
+        ("qwen3-moe", "int8", torch.bfloat16),
+        ("qwen2-moe", "int4", torch.bfloat16),
+        ("deepseek-v3", "int4", torch.float32),
+    ],
 )
-def test_quantised_models_are_chained_too(quantization, dtype, tmp_path):
+def test_quantised_models_are_chained_too(name, quantization, dtype, tmp_path):
     pytest.importorskip("transformers")
-    model = load_model(write_checkpoint(tmp_path, "llama-tied"), CPU, dtype, quantization=quantization)
+    model = load_model(write_checkpoint(tmp_path, name), CPU, dtype, quantization=quantization)
     assert obstacle(model, "full") is None
     expected = run(Forward(model, "eager"), "block", False)
     assert expected[0].isfinite().all()
@@ -235,3 +248,27 @@ def test_quantised_models_are_chained_too(quantization, dtype, tmp_path):
     assert torch.equal(alone[0], expected[0])
     with OPS["packed_quantised_linear"].using("reference"):
         assert obstacle(model, "full") == "packed_quantised_linear computed by other backends"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["qwen3-moe-mixed", "deepseek-v3"])
+def test_rows_of_experts_are_counted(name, tmp_path):
+    pytest.importorskip("transformers")
+    model = load_model(write_checkpoint(tmp_path, name), CPU)
+    mixtures = [part for part in model.modules() if isinstance(part, Experts)]
+    counts = []
+    for mode in ("eager", "partial", "full"):
+        for mixture in mixtures:
+            mixture.counts.zero_()
+        run(Forward(model, mode), "block", False)
+        counts.append(torch.stack([mixture.counts for mixture in mixtures]))
+    assert counts[0].any(1).all()
+    assert torch.equal(counts[0], counts[1])
+    assert torch.equal(counts[0], counts[2])
+
+
+def test_experts_of_several_ranks_are_computed_op_by_op(tmp_path):
+    pytest.importorskip("transformers")
+    shard = Shard(0, 1, experts=Shard(0, 2))
+    model = load_model(write_checkpoint(tmp_path, "qwen3-moe"), CPU, shard=shard)
+    assert obstacle(model, "full") == "experts of other ranks computed op by op"

@@ -25,6 +25,19 @@ void each_row(int64_t rows, int64_t elements, F&& f) {
     });
 }
 
+// Up to LANES elements.
+template <class T>
+f32x16 load_some(const T* from, int64_t count) {
+    return count >= LANES ? load(from) : load(from, static_cast<int>(count));
+}
+template <class T>
+void store_some(T* to, f32x16 x, int64_t count) {
+    if (count >= LANES)
+        store(to, x);
+    else
+        store(to, x, static_cast<int>(count));
+}
+
 // The best `wanted` of `count`, the first of equals, to marks.
 void mark_best(const float* scores, int64_t count, int64_t wanted, const uint8_t* barred, uint8_t* marks) {
     std::fill_n(marks, count, 0);
@@ -204,22 +217,33 @@ void combine_experts(const T* made, int64_t stride, const int64_t* places, const
         const float* by = weights + row * top_k;
         T* to = out + row * hidden;
         for (int64_t d = 0; d < hidden; d += LANES) {
-            const int rest = static_cast<int>(std::min<int64_t>(LANES, hidden - d));
             f32x16 sum{};
-            for (int64_t i = 0; i < top_k; i++) {
-                const T* from = made + own[i] * stride + d;
-                sum = sum + splat(by[i]) * (rest == LANES ? load(from) : load(from, rest));
-            }
-            if (rest == LANES)
-                store(to + d, sum);
-            else
-                store(to + d, sum, rest);
+            for (int64_t i = 0; i < top_k; i++)
+                sum = sum + splat(by[i]) * load_some(made + own[i] * stride + d, hidden - d);
+            store_some(to + d, sum, hidden - d);
         }
     });
 }
 
 template void combine_experts(const float*, int64_t, const int64_t*, const float*, int64_t, int64_t, int64_t, float*);
 template void combine_experts(const bf16*, int64_t, const int64_t*, const float*, int64_t, int64_t, int64_t, bf16*);
+
+template <class T>
+void add_shared(const T* routed, const T* shared, const T* gates, int64_t rows, int64_t hidden, T* out) {
+    each_row(rows, hidden, [&](int64_t row) {
+        T part[LANES];  // rounded
+        store(part, splat(gates ? 1.0f / (1.0f + std::exp(-widen(gates[row]))) : 1.0f));
+        const f32x16 gate = load(part);
+        const int64_t end = (row + 1) * hidden;
+        for (int64_t d = row * hidden; d < end; d += LANES) {
+            store(part, load_some(shared + d, end - d) * gate);
+            store_some(out + d, load_some(routed + d, end - d) + load(part), end - d);
+        }
+    });
+}
+
+template void add_shared(const float*, const float*, const float*, int64_t, int64_t, float*);
+template void add_shared(const bf16*, const bf16*, const bf16*, int64_t, int64_t, bf16*);
 
 }  // namespace penstock
 
@@ -254,4 +278,12 @@ EXPERT_ROWS(penstock_expert_rows_bf16, bf16)
 COMBINE(penstock_combine_experts_f32, float)
 COMBINE(penstock_combine_experts_bf16, bf16)
 #undef COMBINE
+
+#define ADD_SHARED(NAME, T)                                                                                               \
+    void NAME(const T* routed, const T* shared, const T* gates, int64_t rows, int64_t hidden, T* out) {                  \
+        add_shared(routed, shared, gates, rows, hidden, out);                                                            \
+    }
+ADD_SHARED(penstock_add_shared_f32, float)
+ADD_SHARED(penstock_add_shared_bf16, bf16)
+#undef ADD_SHARED
 }

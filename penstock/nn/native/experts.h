@@ -40,4 +40,9 @@ template <class T>
 void combine_experts(const T* made, int64_t stride, const int64_t* places, const float* weights, int64_t rows, int64_t top_k,
                      int64_t hidden, T* out);
 
+// out[rows, hidden] = routed + shared, which is multiplied with the sigmoid of each row's gate before, [rows], where there
+// are such; each step rounded. `out` may be either.
+template <class T>
+void add_shared(const T* routed, const T* shared, const T* gates, int64_t rows, int64_t hidden, T* out);
+
 }  // namespace penstock

@@ -420,6 +420,22 @@ template void linear(const Packed<float>&, const float*, int64_t, int64_t, const
 template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, bf16*, int64_t);
 template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, float*, int64_t);
 
+template <class T>
+void head_linear(const Line* lines, int64_t heads, int64_t outs, int64_t ins, const T* x, int64_t x_stride, int64_t x_head,
+                 int64_t rows, T* out, int64_t out_stride, int64_t out_head) {
+    const Packed<T> first{lines, outs, ins};
+    const int64_t each = first.groups() * first.steps();
+    parallel_for(static_cast<int>(heads), [&](int h) {
+        const Packed<T> own{lines + h * each, outs, ins};
+        linear<T, T>(own, x + h * x_head, x_stride, rows, nullptr, out + h * out_head, out_stride);
+    });
+}
+
+template void head_linear(const Line*, int64_t, int64_t, int64_t, const float*, int64_t, int64_t, int64_t, float*, int64_t,
+                          int64_t);
+template void head_linear(const Line*, int64_t, int64_t, int64_t, const bf16*, int64_t, int64_t, int64_t, bf16*, int64_t,
+                          int64_t);
+
 namespace {
 
 // N groups at once, because each sum waits for itself.
@@ -566,17 +582,11 @@ LINEAR(penstock_linear_bf16, bf16, bf16)
 LINEAR(penstock_linear_bf16_wide, bf16, float)
 #undef LINEAR
 
-// For each head its own product: the weights [heads][outs, ins], packed one after the other, and of x [rows, heads, ins]
-// and out [rows, heads, outs] the strides of rows and of heads.
 #define HEAD_LINEAR(NAME, T)                                                                                            \
     void NAME(const void* lines, int64_t heads, int64_t outs, int64_t ins, const T* x, int64_t x_stride, int64_t x_head, \
               int64_t rows, T* out, int64_t out_stride, int64_t out_head) {                                              \
-        const Packed<T> first{static_cast<const Line*>(lines), outs, ins};                                               \
-        const int64_t each = first.groups() * first.steps();                                                             \
-        parallel_for(static_cast<int>(heads), [&](int h) {                                                               \
-            const Packed<T> own{first.lines + h * each, outs, ins};                                                      \
-            linear<T, T>(own, x + h * x_head, x_stride, rows, nullptr, out + h * out_head, out_stride);                  \
-        });                                                                                                              \
+        head_linear(static_cast<const Line*>(lines), heads, outs, ins, x, x_stride, x_head, rows, out, out_stride,       \
+                    out_head);                                                                                           \
     }
 HEAD_LINEAR(penstock_head_linear_f32, float)
 HEAD_LINEAR(penstock_head_linear_bf16, bf16)

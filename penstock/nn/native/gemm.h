@@ -50,6 +50,12 @@ template <class T, class Out>
 void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride);
 
+// For each head its own product: the weights [heads][outs, ins], packed one after the other, and of x [rows, heads, ins] and
+// out [rows, heads, outs] the strides of rows and of heads.
+template <class T>
+void head_linear(const Line* lines, int64_t heads, int64_t outs, int64_t ins, const T* x, int64_t x_stride, int64_t x_head,
+                 int64_t rows, T* out, int64_t out_stride, int64_t out_head);
+
 // What `linear` makes of one row for some groups of 16 outputs, [count][16], without a bias. The row is as long as its
 // last word, filled up with zeros.
 template <class T>

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "gemm.h"
 #include "pool.h"
 
 namespace penstock {
@@ -12,14 +11,44 @@ namespace {
 template <class T>
 constexpr bool IS_BF16 = sizeof(T) == 2;
 
-template <class T>
-void project(const Projection& p, const T* x, int64_t rows, T* out) {
+template <class T, class Out>
+void project(const Projection& p, const T* x, int64_t rows, Out* out) {
     const T* bias = static_cast<const T*>(p.bias);
     if (p.quantised)
-        linear<T, T>(*p.quantised, x, p.ins, rows, bias, out, p.outs);
+        linear<T, Out>(*p.quantised, x, p.ins, rows, bias, out, p.outs);
     else
-        linear<T, T>(Packed<T>{static_cast<const Line*>(p.lines), p.outs, p.ins}, x, p.ins, rows, bias, out, p.outs);
+        linear<T, Out>(Packed<T>{static_cast<const Line*>(p.lines), p.outs, p.ins}, x, p.ins, rows, bias, out, p.outs);
 }
+
+// Of a row, elements of q, of what attention makes of it, and of the scratch that is before that.
+int64_t q_width(const Layer& layer) {
+    const Latent* latent = layer.latent;
+    return latent ? latent->heads * (latent->rank + latent->rope) : layer.qkv.outs;
+}
+int64_t attended_width(const Layer& layer) { return layer.latent ? layer.latent->heads * layer.latent->rank : layer.o.ins; }
+int64_t before_attended(const Layer& layer) {  // for q, and then for values of heads, which are o's inputs
+    return layer.latent ? std::max(q_width(layer), layer.o.ins) : layer.qkv.outs;
+}
+
+// What is there of a step's rows until they are summed up again; its memory is used again.
+template <class T>
+struct Routed {
+    std::vector<float> logits, weights;                    // [rows, experts], [rows, top_k]
+    std::vector<int64_t> experts, pairs, bounds, places;  // as experts.h has them
+    std::vector<T> made;                                   // [pairs, outputs of down]
+
+    void take(const Mixture& of, int64_t rows) {
+        const int64_t pairs_of_rows = rows * of.routing.top_k;
+        const auto reach = [](auto& memory, int64_t size) {
+            if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+        };
+        reach(logits, rows * of.routing.count);
+        reach(weights, pairs_of_rows);
+        for (auto* memory : {&experts, &pairs, &places}) reach(*memory, pairs_of_rows);
+        reach(bounds, of.routing.count + 1);
+        reach(made, pairs_of_rows * of.down.outs);
+    }
+};
 
 template <class T>
 void embed(const Decoder& decoder, const int64_t* tokens, int64_t rows, T* out) {
@@ -53,8 +82,8 @@ void keep(const Rows& rows, T* x, int64_t width) {
     for (int64_t i = 0; i < rows.kept_count; i++) std::memmove(x + i * width, x + rows.kept[i] * width, width * sizeof(T));
 }
 
-// A step up to where it is. Of scratch, the residual stream comes first; then for a while [rows, qkv.outs] q, k and v and
-// [rows, o.ins] what attention makes of them, or what the gated layer has.
+// A step up to where it is. Of scratch, the residual stream comes first; then for a while q, with k and v where there are
+// such, and what attention makes of them, or what the gated layer and a mixture have.
 template <class T>
 struct Progress {
     const Decoder& decoder;
@@ -65,8 +94,8 @@ struct Progress {
     Progress(const Decoder& decoder, const Rows& rows, void* scratch, void* out)
         : decoder(decoder), rows(rows), residual(static_cast<T*>(scratch)), x(static_cast<T*>(out)) {}
 
-    T* qkv() const { return residual + rows.rows * decoder.hidden; }
-    T* heads(const Layer& layer) const { return qkv() + rows.rows * layer.qkv.outs; }
+    T* rest() const { return residual + rows.rows * decoder.hidden; }
+    T* attended(const Layer& layer) const { return rest() + rows.rows * before_attended(layer); }
 
     Norm norm(const void* weight) const { return {weight, decoder.wide_norms}; }
 
@@ -79,9 +108,9 @@ struct Progress {
         if (weight) rms_norm(IS_BF16<T>, x, width, norm(weight), decoder.eps, x, width, count, width);
     }
 
-    // Of what each rank has computed in x.
-    void sum_up(int64_t count) {
-        if (decoder.ranks) status = all_reduce(*decoder.ranks, IS_BF16<T>, x, count * decoder.hidden);
+    // Of what each rank has computed.
+    void sum_up(T* of, int64_t count) {
+        if (decoder.ranks) status = all_reduce(*decoder.ranks, IS_BF16<T>, of, count * decoder.hidden);
     }
 
     // Whether to compute no further. What a loop has left out must not reach the cache: it may be no number, and rows of
@@ -98,42 +127,119 @@ struct Progress {
                 embed_own(decoder, rows, x);
             else
                 embed(decoder, rows.tokens, rows.rows, x);
-            sum_up(rows.rows);
+            sum_up(x, rows.rows);
             std::fill_n(residual, rows.rows * decoder.hidden, T{});
         }
         if (over()) return;
         normed(layer.mixer_norm, rows.rows);
-        project(layer.qkv, x, rows.rows, qkv());
-        if (over()) return;
         const Table& table = rows.tables[caches[i].group];
-        qkv_to_cache(caches[i], qkv(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
-                     rows.rotations[layer.rotation], table.blocks, table.offsets, rows.rows);
+        const Rotation& rotation = rows.rotations[layer.rotation];
+        if (layer.latent) {
+            latents_to_cache(*layer.latent, attended(layer), caches[i], table, rotation);
+            if (!over()) queries(*layer.latent, attended(layer), rotation);
+            return;
+        }
+        project(layer.qkv, x, rows.rows, rest());
+        if (over()) return;
+        qkv_to_cache(caches[i], rest(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
+                     rotation, table.blocks, table.offsets, rows.rows);
     }
 
-    // `attended`: [rows, o.ins], which is overwritten.
+    // `kv`: [rows, rank + rope], and [rows, rope] behind it.
+    void latents_to_cache(const Latent& latent, T* kv, const Cache& cache, const Table& table, const Rotation& rotation) {
+        const int64_t width = latent.rank + latent.rope, count = rows.rows;
+        T* turned = kv + count * width;
+        project(latent.kv_a, x, count, kv);
+        for (int64_t r = 0; r < count; r++)
+            std::memcpy(turned + r * latent.rope, kv + r * width + latent.rank, latent.rope * sizeof(T));
+        rotary(IS_BF16<T>, turned, latent.rope, latent.rope, rotation, latent.interleaved, kv + latent.rank, width, width, count,
+               1, latent.rope);
+        rms_norm(IS_BF16<T>, kv, width, norm(latent.kv_a_norm), latent.eps, kv, width, count, latent.rank);
+        if (!over()) store_kv(cache, kv, width, nullptr, 0, table.blocks, table.offsets, count);
+    }
+
+    // `narrow`: [rows, q.outs] and [rows, q_a.outs], of which q as it is multiplied with latents becomes what `rest` has.
+    void queries(const Latent& latent, T* narrow, const Rotation& rotation) {
+        const int64_t width = latent.rank + latent.rope, head = latent.key + latent.rope, count = rows.rows;
+        const int64_t stride = latent.heads * width;
+        if (latent.q_a.outs) {
+            T* first = narrow + count * latent.q.outs;
+            project(latent.q_a, x, count, first);
+            rms_norm(IS_BF16<T>, first, latent.q_a.outs, norm(latent.q_a_norm), latent.eps, first, latent.q_a.outs, count,
+                     latent.q_a.outs);
+            project(latent.q, first, count, narrow);
+        } else {
+            project(latent.q, x, count, narrow);
+        }
+        head_linear(latent.keys, latent.heads, latent.rank, latent.key, narrow, latent.q.outs, head, count, rest(), stride, width);
+        rotary(IS_BF16<T>, narrow + latent.key, latent.q.outs, head, rotation, latent.interleaved, rest() + latent.rank, stride,
+               width, count, latent.heads, latent.rope);
+    }
+
+    // `attended`: [rows, what attention makes of one], which is overwritten.
     void after_attention(int64_t i, T* attended) {
         const Layer& layer = decoder.layers[i];
         const bool last = i == decoder.count - 1;
         const int64_t count = last && rows.kept ? rows.kept_count : rows.rows;
         if (last && rows.kept) {
-            keep(rows, attended, layer.o.ins);
+            keep(rows, attended, attended_width(layer));
             keep(rows, residual, decoder.hidden);
         }
         if (over()) return;
+        if (const Latent* latent = layer.latent) {
+            head_linear(latent->values, latent->heads, latent->value, latent->rank, attended, attended_width(layer),
+                        latent->rank, count, rest(), layer.o.ins, latent->value);
+            attended = rest();
+        }
         project(layer.o, attended, count, x);
-        sum_up(count);
+        sum_up(x, count);
         if (over()) return;
         post_normed(layer.mixer_post_norm, count);
         normed(layer.feed_forward_norm, count);
-        T *gate_up = qkv(), *gated = gate_up + count * layer.gate_up.outs;
+        if (layer.mixture)
+            mixed(layer, *layer.mixture, count);
+        else
+            gated(layer, count, rest());
+        if (over()) return;
+        post_normed(layer.feed_forward_post_norm, count);
+        if (last && decoder.norm) normed(decoder.norm, count);
+    }
+
+    // In x; `gate_up`: [rows, gate_up.outs] and [rows, down.ins].
+    void gated(const Layer& layer, int64_t count, T* gate_up) {
+        T* gated = gate_up + count * layer.gate_up.outs;
         project(layer.gate_up, x, count, gate_up);
         if (over()) return;
         gate_mul(IS_BF16<T>, decoder.activation, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
         project(layer.down, gated, count, x);
-        sum_up(count);
-        if (over()) return;
-        post_normed(layer.feed_forward_post_norm, count);
-        if (last && decoder.norm) normed(decoder.norm, count);
+        sum_up(x, count);
+    }
+
+    // The same of what is routed, and besides of what all rows have.
+    void mixed(const Layer& layer, const Mixture& mixture, int64_t count) {
+        static thread_local Routed<T> kept;
+        Routed<T>& routed = kept;
+        const Routing& routing = mixture.routing;
+        const int64_t top_k = routing.top_k, hidden = decoder.hidden;
+        routed.take(mixture, count);
+        project(mixture.router, x, count, routed.logits.data());
+        route(routing, routed.logits.data(), count, routed.experts.data(), routed.weights.data());
+        if (over()) return;  // what was not routed has no numbers of experts
+        int64_t* bounds = routed.bounds.data();
+        group_experts(routed.experts.data(), count * top_k, routing.count, routed.pairs.data(), bounds, routed.places.data());
+        for (int64_t e = 0; e < routing.count; e++) mixture.counts[e] += bounds[e + 1] - bounds[e];
+        expert_rows(x, hidden, routed.pairs.data(), bounds, routing.count, top_k, mixture.gate_up, mixture.down,
+                    decoder.activation, mixture.gates, routed.made.data());
+        const bool shared = layer.gate_up.outs > 0;
+        T* sum = shared ? rest() : x;
+        combine_experts(routed.made.data(), mixture.down.outs, routed.places.data(), routed.weights.data(), count, top_k,
+                        hidden, sum);
+        sum_up(sum, count);
+        if (!shared || over()) return;
+        T *gate_up = sum + count * hidden, *gates = gate_up + count * (layer.gate_up.outs + layer.down.ins);
+        if (mixture.shared_gate.outs) project(mixture.shared_gate, x, count, gates);
+        gated(layer, count, gate_up);
+        add_shared(sum, x, mixture.shared_gate.outs ? gates : nullptr, count, hidden, x);
     }
 };
 
@@ -151,7 +257,14 @@ int64_t scratch_width(const Decoder& decoder) {
     int64_t widest = 0;
     for (int64_t i = 0; i < decoder.count; i++) {
         const Layer& layer = decoder.layers[i];
-        widest = std::max({widest, layer.qkv.outs + layer.o.ins, layer.gate_up.outs + layer.down.ins});
+        int64_t attended = attended_width(layer);
+        if (const Latent* latent = layer.latent) {
+            const int64_t kv = latent->rank + 2 * latent->rope, q = latent->q.outs + latent->q_a.outs;
+            attended = std::max({attended, kv, q});
+        }
+        int64_t gated = layer.gate_up.outs + layer.down.ins;
+        if (layer.mixture) gated += decoder.hidden + 1;
+        widest = std::max({widest, before_attended(layer) + attended, gated});
     }
     return decoder.hidden + widest;
 }
@@ -180,8 +293,8 @@ int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cac
             if (step.status) break;
             const Table& table = rows->tables[caches[i].group];
             const AttentionBatch batch{table.spans, table.count, table.ids, heads};
-            attention(batch, caches[i], step.qkv(), layer.qkv.outs, step.heads(layer), decoder->scale, layer.window);
-            step.after_attention(i, step.heads(layer));
+            attention(batch, caches[i], step.rest(), q_width(layer), step.attended(layer), decoder->scale, layer.window);
+            step.after_attention(i, step.attended(layer));
         }
         status = step.status;
     });
@@ -189,7 +302,7 @@ int64_t penstock_step(const Decoder* decoder, const Rows* rows, const Cache* cac
 }
 
 // The same in parts, layer by layer, for who computes attention otherwise: between these two, from the q in scratch
-// behind [rows, hidden], as [rows, qkv.outs] with k and v, to `attended`, [rows, o.ins], which is overwritten.
+// behind [rows, hidden], as [rows, qkv.outs] with k and v where these are no latents, to `attended`, which is overwritten.
 int64_t penstock_until_attention(const Decoder* decoder, const Rows* rows, const Cache* caches, int64_t heads, void* scratch,
                                  void* out, int64_t layer) {
     int64_t status = MET;

@@ -1,9 +1,8 @@
 // All layers of a step, one after the other: the functions that ops call one by one, in the same order.
 #pragma once
 
-#include "quantised.h"
+#include "experts.h"
 #include "ranks.h"
-#include "rows.h"
 
 namespace penstock {
 
@@ -15,14 +14,39 @@ struct Projection {
     const Quantised* quantised;  // or null
 };
 
+// Latent attention, as nn/latent.py has it. Keys and values are of each head, packed one after the other: [heads][rank, key]
+// and [heads][value, rank].
+struct Latent {
+    Projection q_a;  // without outputs where q is made of rows themselves
+    const void* q_a_norm;
+    Projection q, kv_a;
+    const void* kv_a_norm;
+    const Line *keys, *values;
+    int64_t heads, rank, rope, key, value, interleaved;
+    float eps;  // of both norms
+};
+
+// Routed experts, of whose gates each has so many.
+struct Mixture {
+    Projection router;  // of float32
+    Routing routing;
+    Slots gate_up, down;
+    int64_t gates;
+    int64_t* counts;         // [experts] rows that each has had, to which a step adds its own
+    Projection shared_gate;  // of what all rows have besides; without outputs where there is none
+};
+
 // Of norms, [width] weights; those of q and k are null where heads are not normed, and post norms where what is computed
-// is added as it is.
+// is added as it is. With a mixture, gate_up and down are of what all rows have besides, without outputs where there is
+// nothing.
 struct Layer {
     const void* mixer_norm;
+    const Latent* latent;  // or null, and else there is no qkv
     Projection qkv;
     const void *q_norm, *k_norm;
     Projection o;
     const void *mixer_post_norm, *feed_forward_norm;
+    const Mixture* mixture;  // or null
     Projection gate_up, down;
     const void* feed_forward_post_norm;
     int64_t window;    // 0 is none

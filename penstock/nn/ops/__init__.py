@@ -11,7 +11,7 @@ from penstock.nn.ops.attention import attention
 from penstock.nn.ops.backends import OPS, Op
 from penstock.nn.ops.branch_attention import branch_attention
 from penstock.nn.ops.choose import choose, choose_among, choose_candidates, choose_pays
-from penstock.nn.ops.experts import Stacked, combine_experts, expert_rows, group_experts, route
+from penstock.nn.ops.experts import Stacked, add_shared, combine_experts, expert_rows, group_experts, route
 from penstock.nn.ops.gate_mul import ACTIVATIONS, gate_mul
 from penstock.nn.ops.head_linear import head_linear
 from penstock.nn.ops.linear import linear, packed_linear, packed_rows
@@ -31,6 +31,7 @@ __all__ = [
     "Op",
     "Stacked",
     "add_rms_norm",
+    "add_shared",
     "all_reduce",
     "argmax",
     "attention",

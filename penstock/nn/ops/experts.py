@@ -131,6 +131,12 @@ def combine_experts(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return COMBINE_OP[made.device.type](made, places, weights)
 
 
+def add_shared(routed: Tensor, shared: Tensor, gates: Tensor | None) -> Tensor:
+    """routed + shared * sigmoid(gates), [rows, hidden] and [rows, 1] of one dtype, each step rounded; without gates
+    routed + shared."""
+    return SHARED_OP[routed.device.type](routed, shared, gates)
+
+
 def _route_reference(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     choice = logits if correction is None else scores + correction
@@ -265,6 +271,22 @@ def _combine_triton(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return combine(native.dense_rows(made), places.contiguous(), weights.contiguous())
 
 
+def _shared_reference(routed: Tensor, shared: Tensor, gates: Tensor | None) -> Tensor:
+    return routed + (shared if gates is None else shared * gates.sigmoid())
+
+
+def _shared_native(routed: Tensor, shared: Tensor, gates: Tensor | None) -> Tensor:
+    if not computable(routed, shared, *(() if gates is None else (gates,))):
+        return _shared_reference(routed, shared, gates)
+    routed, shared = routed.contiguous(), shared.contiguous()
+    gates = None if gates is None else gates.contiguous()
+    out = torch.empty_like(routed)
+    function(f"penstock_add_shared_{SUFFIX[routed.dtype]}", "pppnnp")(
+        routed.data_ptr(), shared.data_ptr(), None if gates is None else gates.data_ptr(), *routed.shape, out.data_ptr()
+    )
+    return out
+
+
 CPU = frozenset({"cpu"})
 ROUTE_OP = Op("route", Backend("native", _route_native, CPU, missing), Backend("reference", _route_reference))
 GROUP_OP = Op("group_experts", Backend("native", _group_native, CPU, missing), Backend("reference", _group_reference))
@@ -280,3 +302,4 @@ COMBINE_OP = Op(
     Backend("triton", _combine_triton, triton.DEVICES, triton.missing),
     Backend("reference", _combine_reference),
 )
+SHARED_OP = Op("add_shared", Backend("native", _shared_native, CPU, missing), Backend("reference", _shared_reference))
