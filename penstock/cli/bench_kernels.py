@@ -26,6 +26,7 @@ def add_parser(kinds: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="demo", help="a Hugging Face folder, a hub name, or demo")
     parser.add_argument("--dtype")
+    parser.add_argument("--quantization", default="auto", help="how weights are held: int8, int4, ..., or as they come")
     parser.add_argument("--kv-cache-dtype", default="auto", help="data type of KV: int8, fp8 or auto")
     parser.add_argument(
         "--isa",
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         EngineOptions(
             model=str(find_checkpoint(args.model)),
             dtype=args.dtype,
+            quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             max_model_len=longest,
             max_num_seqs=max(shape.sequences for shape in shapes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +22,16 @@ from penstock.nn.ops import OPS, Op
 
 GROUPS = {
     "packed_linear": "products",
+    "packed_quantised_linear": "products",
     "quantised_linear": "products",
     "linear": "products",
+    "head_linear": "products",
     "choose": "products",
+    "expert_rows": "experts",
+    "route": "experts",
+    "group_experts": "experts",
+    "combine_experts": "experts",
+    "add_shared": "experts",
     "attention": "attention",
     "qkv_to_cache": "rotation and cache",
     "rotary": "rotation and cache",
@@ -33,6 +40,7 @@ GROUPS = {
     "add_rms_norm": "norms",
     "gate_mul": "gate",
     "packed_rows": "embedding",
+    "packed_quantised_rows": "embedding",
     "quantised_rows": "embedding",
     "argmax": "drawing",
     "sample": "drawing",
@@ -127,14 +135,21 @@ class _Watch:
 
 def work_of(name: str, arguments: tuple[Any, ...], result: Any) -> tuple[int, int]:
     """(bytes, floating-point operations) that a call of an op cannot do without."""
-    if name in ("packed_linear", "quantised_linear", "linear", "choose"):
+    if name.endswith("linear") or name == "choose":
         x, weight = arguments[:2]
-        flops = 2 * len(x) * weight.shape[0] * weight.shape[1]
+        flops = 2 * len(x) * weight.shape.numel()
         if name == "choose":
             return _bytes((x, arguments[2].codes.memory, arguments[2].bounds)), flops
-        held = weight.parameters() if isinstance(weight, nn.Module) else (weight,)
-        return _bytes((x, result, *held)), flops
-    if name in ("packed_rows", "quantised_rows"):
+        return _bytes((x, arguments[2] if name == "head_linear" else result, *_held(weight))), flops
+    if name == "expert_rows":
+        x, pairs, bounds = arguments[:3]
+        moved, flops = _bytes((x, pairs, result)), 0
+        for stacked in arguments[4:6]:
+            chosen = [weight for weight, rows in zip(stacked.weights, bounds.diff().tolist(), strict=True) if rows]
+            moved += _bytes(part for weight in chosen for part in _held(weight))
+            flops += 2 * len(pairs) * stacked.weights[0].shape.numel()
+        return moved, flops
+    if name.endswith("_rows"):
         return 2 * result.nbytes, 0
     batch = next((a for a in arguments if isinstance(a, Batch)), None)
     if name == "attention":
@@ -153,6 +168,11 @@ def _seen(start: int, rows: int, window: int | None) -> int:
     """Pairs of a row and a position that it sees."""
     ends = range(start + 1, start + rows + 1)
     return sum(ends) if window is None else sum(min(end, window) for end in ends)
+
+
+def _held(weight: Any) -> Iterable[Tensor]:
+    """What a linear's weight is made of."""
+    return weight.parameters() if isinstance(weight, nn.Module) else (weight,)
 
 
 def _bytes(values: Any) -> int:
