@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.nn import native
 from penstock.nn.bounded_logits import BoundedLogits
 from penstock.nn.native import SUFFIX, function, missing
 from penstock.nn.ops.backends import Backend, Op
@@ -19,6 +20,7 @@ Masked = tuple[Tensor, Tensor]  # rows and masks, as `mask_logits` has them; in 
 
 MOST_TOP_K = 64
 MOST_ROWS = 32  # with more of them, multiplying takes as long as it does for all logits
+MOST_ROWS_BESIDE_TILES = 6  # the same where tiles multiply, for which weights come from memory in any case
 ROWS_OF_TOP_K = 5  # that one with a top_k counts for: many more of its logits are computed
 
 
@@ -26,7 +28,9 @@ def choose_pays(draws: Sequence[Draw]) -> bool:
     """Whether choosing is faster than all logits: few tokens matter for each row, and there are not many rows."""
     if not all(draw.temperature == 0 or 0 < draw.top_k <= MOST_TOP_K for draw in draws):
         return False
-    return sum(1 if draw.temperature == 0 else ROWS_OF_TOP_K for draw in draws) <= MOST_ROWS
+    chosen = native.isa()
+    most = MOST_ROWS_BESIDE_TILES if chosen is not None and "amx_tile" in chosen.needs else MOST_ROWS
+    return sum(1 if draw.temperature == 0 else ROWS_OF_TOP_K for draw in draws) <= most
 
 
 def choose(
