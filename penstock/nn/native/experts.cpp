@@ -11,8 +11,8 @@ namespace penstock {
 namespace {
 
 constexpr int64_t ELEMENTS = 16384;  // of rows, that a task has at least
-constexpr int64_t LEAST_BYTES = 1 << 20;  // of weights, the same
-constexpr int64_t TASKS = 4;              // for each thread
+constexpr int64_t LEAST_BYTES = 1 << 19;  // of weights, the same
+constexpr int64_t TASKS = 16;             // for each thread
 constexpr float LEAST = 1e-20f;           // that weights are divided by
 
 // f(row) for all rows of so many elements.
@@ -130,8 +130,10 @@ struct Task {
     int64_t slot, first, last;  // panels
 };
 
+// `x`: the rows of the task's slot, which begin with row `first` of all.
 template <class T>
-void project(const Slots& of, const Task& task, const T* x, int64_t x_stride, int64_t rows, T* out) {
+void project(const Slots& of, const Task& task, const Inputs* inputs, int64_t first, const T* x, int64_t x_stride,
+             int64_t rows, T* out) {
     const Line* lines = reinterpret_cast<const Line*>(static_cast<const char*>(of.slots[task.slot]) +
                                                       task.first * of.panel_bytes);
     const int64_t column = task.first * of.panel_outs, outs = (task.last - task.first) * of.panel_outs;
@@ -139,7 +141,7 @@ void project(const Slots& of, const Task& task, const T* x, int64_t x_stride, in
         Quantised weight = *of.quantised;
         weight.lines = lines;
         weight.outs = outs;
-        linear<T, T>(weight, x, x_stride, rows, nullptr, out + column, of.outs);
+        linear<T>(weight, *inputs, first, rows, out + column, of.outs);
     } else {
         linear<T, T>(Packed<T>{lines, outs, of.ins}, x, x_stride, rows, nullptr, out + column, of.outs);
     }
@@ -163,10 +165,11 @@ void project_all(const Slots& of, const int64_t* bounds, int64_t slots, const T*
         const int64_t parts = std::clamp<int64_t>(cost(slot) / share, 1, std::max<int64_t>(1, panels / least));
         for (int64_t p = 0; p < parts; p++) tasks.push_back({slot, panels * p / parts, panels * (p + 1) / parts});
     }
+    const Inputs* inputs = of.quantised ? &prepare(*of.quantised, x, x_stride, bounds[slots]) : nullptr;
     parallel_for(static_cast<int>(tasks.size()), [&](int i) {
         const Task& task = tasks[i];
-        const int64_t begin = bounds[task.slot];
-        project(of, task, x + begin * x_stride, x_stride, bounds[task.slot + 1] - begin, out + begin * of.outs);
+        const int64_t begin = bounds[task.slot], rows = bounds[task.slot + 1] - begin;
+        project(of, task, inputs, begin, x + begin * x_stride, x_stride, rows, out + begin * of.outs);
     });
 }
 

@@ -351,7 +351,7 @@ void multiply(const Product<T, Out>& product, int64_t rows, const Blocks& blocks
     const Packed<T>& weight = product.weight;
     const int64_t panels = (weight.outs + PANEL - 1) / PANEL, lines = weight.steps() * GROUPS;
     // Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
-    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
+    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads_here(), panels);
     const int64_t range = (panels + ranges - 1) / ranges;
     const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks.count / 8));
     const int64_t chunks = (range + per_task - 1) / per_task;

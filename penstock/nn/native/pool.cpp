@@ -24,6 +24,7 @@ constexpr uint64_t INSIDE = OPEN - 1;
 constexpr int NUMBER = 32;
 
 thread_local bool alone = false;                // whether this thread's loops are no business of others
+thread_local bool inside = false;               // of a task that others may do beside this one
 thread_local const int64_t* stop = nullptr;  // of the loops that this thread calls
 
 struct Pool {
@@ -41,7 +42,9 @@ struct Pool {
     std::vector<std::thread> workers;
 
     void work() {
+        inside = true;
         for (int i; !is_set(stops) && (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(context, i);
+        inside = false;
     }
 
     // Waits for a loop other than `seen` that may be joined.
@@ -118,6 +121,7 @@ Stoppable::Stoppable(const int64_t* word) { stop = word; }
 Stoppable::~Stoppable() { stop = nullptr; }
 
 int threads() { return pool().count.load(std::memory_order_relaxed); }
+int threads_here() { return alone || inside ? 1 : threads(); }
 
 void set_threads(int count) {
     Pool& p = pool();

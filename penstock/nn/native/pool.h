@@ -22,8 +22,10 @@ inline void relax() {
 #endif
 }
 
-// How many threads take part, the calling one included.
+// How many threads take part, the calling one included; and how many would in a loop that begins here, which inside of a
+// task is one.
 int threads();
+int threads_here();
 void set_threads(int count);
 
 void run_tasks(int tasks, void (*task)(void*, int), void* context);

@@ -303,6 +303,8 @@ PENSTOCK_INLINE f32x16 to_floats(u32x16 codes, int i) {
 
 // --- rows, ready to be multiplied
 
+}  // namespace
+
 struct Inputs {
     Runs runs;
     std::vector<uint32_t> words;   // [rows][words of runs]
@@ -310,6 +312,8 @@ struct Inputs {
     std::vector<float> sums;       // the same, of what is multiplied with codes
     std::vector<int32_t> starts;   // the same: what a sum begins with, where all zeros are one
 };
+
+namespace {
 
 // Whole numbers from -127 to 127, and zeros up to whole vectors; returns what they are multiplied by, which is no number
 // where one of the values is none.
@@ -799,30 +803,67 @@ void each_block(const Quantised& weight, int64_t lines, int64_t rows, int64_t mu
 
 }  // namespace
 
+namespace {
+
+// Some rows by one panel, from the output on that it begins with.
+template <int BITS, class Kind, class T, class Out>
+void multiply(const Product<BITS, Kind>& product, int64_t row, int64_t rows, int64_t panel, const T* bias, Out* out,
+              int64_t out_stride) {
+    alignas(64) static thread_local float totals[ROWS_AT_ONCE * PANEL];
+    const int64_t column = panel * PANEL;
+    product(row, rows, panel, totals);
+    finish(totals, bias ? bias + column : nullptr, out + column, out_stride, rows,
+           std::min<int64_t>(PANEL, product.weight.outs - column));
+}
+
+}  // namespace
+
+template <class T>
+const Inputs& prepare(const Quantised& kind, const T* x, int64_t x_stride, int64_t rows) {
+    static thread_local Inputs inputs;  // whose memory is used again
+    Inputs& mine = inputs;              // other threads have their own
+    const Layout layout(kind);
+    with_bits(kind.bits, [&](auto bits) {
+        prepare_rows<typename KindOf<bits, T>::Type>(kind, layout, x, x_stride, rows, mine);
+    });
+    return mine;
+}
+
 template <class T, class Out>
 void linear(const Quantised& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride) {
-    static thread_local Inputs inputs;  // whose memory is used again
     if (rows == 0) return;
     const Layout layout(weight);
+    const Inputs& inputs = prepare(weight, x, x_stride, rows);
     with_bits(weight.bits, [&](auto bits) {
         using Kind = typename KindOf<bits, T>::Type;
-        Inputs& mine = inputs;  // other threads have their own
-        prepare_rows<Kind>(weight, layout, x, x_stride, rows, mine);
-        const Product<bits, Kind> product{weight, layout, mine};
-        each_block(weight, Panel::lines_of(layout, mine.runs, GROUPS_AT_ONCE), rows, Kind::ROWS, [&](int64_t row, int64_t count, int64_t panel) {
-            alignas(64) static thread_local float totals[ROWS_AT_ONCE * PANEL];
-            const int64_t column = panel * PANEL;
-            product(row, count, panel, totals);
-            finish(totals, bias ? bias + column : nullptr, out + row * out_stride + column, out_stride, count,
-                   std::min<int64_t>(PANEL, weight.outs - column));
+        const Product<bits, Kind> product{weight, layout, inputs};
+        const int64_t lines = Panel::lines_of(layout, inputs.runs, GROUPS_AT_ONCE);
+        each_block(weight, lines, rows, Kind::ROWS, [&](int64_t row, int64_t count, int64_t panel) {
+            multiply(product, row, count, panel, bias, out + row * out_stride, out_stride);
         });
+    });
+}
+
+template <class T>
+void linear(const Quantised& weight, const Inputs& inputs, int64_t row, int64_t rows, T* out, int64_t out_stride) {
+    const Layout layout(weight);
+    with_bits(weight.bits, [&](auto bits) {
+        const Product<bits, typename KindOf<bits, T>::Type> product{weight, layout, inputs};
+        for (int64_t panel = 0; panel * PANEL < weight.outs; panel++)
+            for (int64_t from = 0; from < rows; from += ROWS_AT_ONCE)
+                multiply(product, row + from, std::min(ROWS_AT_ONCE, rows - from), panel, static_cast<const T*>(nullptr),
+                         out + from * out_stride, out_stride);
     });
 }
 
 template void linear(const Quantised&, const float*, int64_t, int64_t, const float*, float*, int64_t);
 template void linear(const Quantised&, const bf16*, int64_t, int64_t, const bf16*, bf16*, int64_t);
 template void linear(const Quantised&, const bf16*, int64_t, int64_t, const bf16*, float*, int64_t);
+template void linear(const Quantised&, const Inputs&, int64_t, int64_t, float*, int64_t);
+template void linear(const Quantised&, const Inputs&, int64_t, int64_t, bf16*, int64_t);
+template const Inputs& prepare(const Quantised&, const float*, int64_t, int64_t);
+template const Inputs& prepare(const Quantised&, const bf16*, int64_t, int64_t);
 
 namespace {
 

@@ -46,6 +46,14 @@ template <class T, class Out>
 void linear(const Quantised& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride);
 
+// The same in parts. First rows become what all weights of this kind are multiplied with, whatever their lines and outputs; it
+// holds until this thread's next product. Then any thread multiplies some of these rows, by itself.
+struct Inputs;
+template <class T>
+const Inputs& prepare(const Quantised& kind, const T* x, int64_t x_stride, int64_t rows);
+template <class T>
+void linear(const Quantised& weight, const Inputs& inputs, int64_t row, int64_t rows, T* out, int64_t out_stride);
+
 // Rows of the weight, as an embedding looks them up: [tokens] -> [tokens, ins].
 template <class T>
 void gather(const Quantised& weight, const int64_t* tokens, int64_t count, T* out);
