@@ -20,7 +20,7 @@ from penstock.sched.local import LOCAL_POLICIES
 from penstock.sched.local.limits import DISK_GBPS, REMOTE_GBPS
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.checkpoint import find_checkpoint
-from penstock.service.deployment import WEIGHTS_PAIRS
+from penstock.service.deployment import DEFAULT_POLICY, LEASE, ORPHANS, WEIGHTS_PAIRS
 from penstock.service.etcd import read_etcd_address
 from penstock.service.policies import BUNDLES
 from penstock.service.tables import Tables
@@ -187,7 +187,7 @@ TABLES = Tables(
             "policy",
             one_of(*BUNDLES),
             None,
-            f"what decides where requests run: {', '.join(BUNDLES)}; by default unified",
+            f"what decides where requests run: {', '.join(BUNDLES)}; by default {DEFAULT_POLICY}",
         ),
         Option(
             "live-roles",
@@ -254,7 +254,7 @@ TABLES = Tables(
             "shared: blocks change their holder; tcp: they are copied; mooncake: the same by its transfer engine, "
             "which needs penstock[mooncake]",
         ),
-        Option("lease", number(0, 3600), 5.0, "seconds of silence that end a hand-off"),
+        Option("lease", number(0, 3600), LEASE, "seconds of silence that end a hand-off"),
     ),
     tls=(
         Option("certificate", file, None, "PEM file of this host's, as client and as server"),
@@ -312,7 +312,7 @@ TABLES = Tables(
             "HOST:PORT of its head; by default RAY_ADDRESS, or the cluster that this machine is a node of",
         ),
     ),
-    kv_pool=(Option("orphans", number(0), 60.0, "seconds that it keeps the blocks of a failed engine"),),
+    kv_pool=(Option("orphans", number(0), ORPHANS, "seconds that it keeps the blocks of a failed engine"),),
     restart=(
         Option("backoff", number(0, 3600), 0.5, "seconds until a failed process is restarted; doubles each time"),
         Option(

@@ -4,7 +4,7 @@ JSON:
     name, address       of this instance; the ZMQ endpoint to bind
     public              {"address", "fd"}: one for other hosts, and a socket that it inherits; null for none
     secured             whether who connects has to know the deployment's secret, in PENSTOCK_CLUSTER_SECRET
-    shown_as            its name in the log; without one where there is only one engine
+    shown_as            its name in the log; "" where there is only one engine
     parent              process id; without that process this one ends
     role                "any", "prefill", "decode" or "encode": what the master means to place here
     options             fields of EngineOptions, or of ModelledOptions when the device starts with "modelled:"
@@ -16,7 +16,8 @@ JSON:
                         public is null, or {"address", "givers", "joins", "tls", "mooncake"}: the same for other hosts,
                         the file of those of them that give any, whether its launcher has yet to hear of them, and
                         where they reach its Mooncake, "" without; null where it neither gives nor takes any
-    transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none
+    transport           {"kind", "address", "tls", "faults"}: the transport to other engines; null for none, of no
+                        meaning where blocks are on a CUDA device
     lease_s             seconds of silence after which a hand-off is over
     warm                whether all was imported before, as by `cli.warm`
     log_level, log_format
@@ -193,7 +194,7 @@ def build(
         return build_modelled(ModelledOptions(**options), clock, pool)
     from penstock.engine.build import EngineOptions, build_engine
 
-    if settings.get("shown_as") is not None:  # a terminal has no room for the bars of several
+    if settings.get("shown_as"):  # a terminal has no room for the bars of several
         return build_engine(EngineOptions(**options), clock, pool, peers=peers)
     with byte_progress("weights") as progress:
         return build_engine(EngineOptions(**options), clock, pool, progress, peers)
@@ -226,12 +227,10 @@ def meets_ipv6(settings: dict[str, Any]) -> bool:
 def open_way(
     settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, stack: ExitStack
 ) -> KVTransport | None:
-    """The transport to other engines, closed at the end."""
+    """The transport to other engines, closed at the end; None without, and where blocks are on a CUDA device."""
     way = settings.get("transport")
-    if way is None:
+    if way is None or built.pool is None:  # which device it is, where none is named, is known here first
         return None
-    if built.pool is None:
-        raise ConfigError("transport: blocks on a CUDA device cannot be handed over yet, use the role any", "transport")
     from penstock.transfer.transports import open_transport
 
     if way["kind"] == "mooncake" and "PENSTOCK_CLUSTER_SECRET" in os.environ:

@@ -153,6 +153,21 @@ def set_up_logging(options: ServerOptions, process: str = "") -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # penstock logs start and stop itself
 
 
+@dataclass(frozen=True, slots=True)
+class OwnMaster:
+    """A model's master in the frontend's process.
+
+    Attributes:
+        registry: of its engines.
+        policy: a name in `service.policies.BUNDLES`.
+        flight_recorder: file where it writes what it decides; None for none.
+    """
+
+    registry: LocalRegistry
+    policy: str
+    flight_recorder: str | None = None
+
+
 @dataclass(slots=True)
 class Site:
     """The frontends of all models and the HTTP server over them, on one listening socket.
@@ -253,22 +268,20 @@ class Site:
 
 def make_site(
     options: ServerOptions,
-    models: Sequence[tuple[ModelOptions, str | LocalRegistry]],
+    models: Sequence[tuple[ModelOptions, str | OwnMaster]],
     listener: socket.socket,
     name: str,
     began: float,
-    flight_recorder: str | None = None,
     link: socket.socket | None = None,
     curve: Curve | None = None,
     kept_responses: Path | None = None,
 ) -> Site:
     """
     Args:
-        models: each with its master's ZMQ endpoint, "" when a registry has to tell; or with its engines, for a master
-            in this process.
+        models: each with its master's ZMQ endpoint, "" when a registry has to tell; or with what a master in this
+            process has. Raises ConfigError where its flight recorder cannot be written.
         name: of the frontend.
         began: when the engines began to start, by `SystemClock`.
-        flight_recorder: the file where its own master writes what it decides. Raises ConfigError when it cannot.
         curve: protects the links to master and engines.
         link: to the launcher, which ends the answers if this process is killed; see `AnswerGuard`.
         kept_responses: see `create_app`.
@@ -286,7 +299,7 @@ def make_site(
     placements: list[Placement] = []
     frontends: list[Frontend] = []
     for model, master in models:
-        placement, registry = _make_placement(context, master, name, clock, curve, options.seed, flight_recorder)
+        placement, registry = _make_placement(context, master, name, clock, curve, options.seed)
         connect = _connector(context, name, "frontend", clock, curve)
         placements.append(placement)
         frontends.append(_make_frontend(options, model, name, registry, connect, placement, clock))
@@ -327,12 +340,11 @@ def make_site(
 
 def _make_placement(
     context: zmq.SyncContext,
-    master: str | LocalRegistry,
+    master: str | OwnMaster,
     name: str,
     clock: Clock,
     curve: Curve | None,
     seed: int | None,
-    flight_recorder: str | None,
 ) -> tuple[Placement, Registry]:
     """Who decides where requests of a model run, and the engines that it has. Arguments as of `make_site`."""
     from penstock.service.channel import master_channel
@@ -343,9 +355,9 @@ def _make_placement(
     if isinstance(master, str):
         remote = RemotePlacement(master_channel(context, master, name, clock, curve), clock)
         return remote, remote.registry
-    policies = BUNDLES["least_loaded"].make(Circumstances())
-    pump = make_master(context, master, policies, seed, clock, f"{name}-master", flight_recorder)
-    return LocalPlacement(pump, name), master
+    policies, registry = BUNDLES[master.policy].make(Circumstances()), master.registry
+    pump = make_master(context, registry, policies, seed, clock, f"{name}-master", master.flight_recorder)
+    return LocalPlacement(pump, name), registry
 
 
 def _make_frontend(

@@ -1,4 +1,5 @@
-"""The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock up`, not by people.
+"""The KV pool server's process: python -m penstock.cli.kv_pool JSON. Started by `penstock serve` and `up`, not by
+people.
 
 JSON: {"name": of it, "path": of its Unix socket, "parent": process id, "orphan_seconds", "heartbeat": its file,
 "log_level", "log_format"}.

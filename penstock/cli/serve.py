@@ -1,4 +1,4 @@
-"""`penstock serve`: an engine process, or several, and in this one the frontend behind an HTTP server."""
+"""`penstock serve`: engine processes, and in this one the master, and the frontend behind an HTTP server."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.curve import SECRET
 from penstock.cli.help import grouped
 from penstock.cli.http import ModelOptions, ServerOptions, allow_connections, bind, set_up_logging
 from penstock.cli.options import (
@@ -33,7 +36,7 @@ from penstock.cli.run_folder import run_folder
 from penstock.core.device import QUANTIZATIONS
 from penstock.core.errors import ConfigError
 from penstock.core.layout import KV_DTYPES
-from penstock.core.parallel import MOST_RANKS
+from penstock.core.parallel import DATA, EXPERTS, MOST_RANKS
 from penstock.core.plan import BLOCK_TOKENS
 from penstock.core.sizes import MEDIA_CACHE
 from penstock.kv.keys import TAIL_INTERVAL
@@ -44,6 +47,7 @@ from penstock.text.reasoning import REASONING
 from penstock.text.tools import PARSERS as TOOL_PARSERS
 
 if TYPE_CHECKING:
+    from penstock.service.deployment import Deployment, Group
     from penstock.service.supervisor import ProcessKind
 
 
@@ -375,55 +379,74 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM. 0 after that, 1 when the engine cannot be kept up, 2 when it cannot be served."""
     from penstock.core.clock import SystemClock
-    from penstock.service.launcher import Launcher
-    from penstock.service.programs import make_program
-    from penstock.service.supervisor import RestartPolicy, Supervisor
+    from penstock.service.launcher import LOOK, Launcher
+    from penstock.service.programs import plan, threads
+    from penstock.service.supervisor import Supervisor
 
     values = read_options(OPTIONS, args, os.environ)
     directory = find_checkpoint(args.model)
-    served = {key: values.pop(key) for key in OF_MODEL}
-    names = list(served.pop("served_model_name") or (args.model,))
-    meets = values["data_parallel_size"] > 1 and values["enable_expert_parallel"]
-    if meets and values["enable_sleep_mode"]:
-        raise ConfigError(
-            "enable-sleep-mode: true, with data-parallel-size and enable-expert-parallel allowed is false",
-            "enable-sleep-mode",
-        )
-    model = ModelOptions(directory=directory, names=names, **served)
-    keys = [option.key for option in SERVER_OPTIONS if option.key not in OF_MODEL]
-    server = ServerOptions(**{key: values[key] for key in keys})
+    deployment = describe(args.model, values)
+    (group,), server = deployment.groups, ServerOptions(**deployment.server)
+    if group.layout.meets and server.enable_sleep_mode:
+        raise ConfigError(f"enable-sleep-mode: true, with {DATA} and {EXPERTS} allowed is false", "enable-sleep-mode")
+    served = {key: value for key, value in deployment.options.items() if key != "served_model_name"}
+    model = ModelOptions(directory=directory, names=deployment.names, **served)
     set_up_logging(server)
     check_files(asdict(server))
     allow_connections()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server handles it: exit cleanly
     listener = bind(server.host, server.port)
-    count = values["data_parallel_size"]
     with run_folder() as folder:
-        programs = [
-            make_program(
-                settings["name"],
-                "engine",
-                settings,
-                folder / f"{settings['name']}.heartbeat",
-                address=settings["address"],
-                socket=folder / settings["name"],
-            )
-            for settings in engine_settings(folder, engine_options(directory, values), server, count)
-        ]
-        # the third failure in a row ends the server
-        restart = RestartPolicy(backoff=0.5, limit=2, heartbeat_timeout=5.0)
-        supervisor = Supervisor(programs, restart, server.drain_timeout)
-        clock = SystemClock()
-        with contextlib.closing(Launcher(programs, supervisor, clock, _environments(count))) as launcher:
+        programs = plan([(deployment, directory)], folder, (), _engine_fields, master="")
+        supervisor, clock = Supervisor(programs, deployment.restart, server.drain_timeout), SystemClock()
+        environments: dict[ProcessKind, Mapping[str, str]] = {
+            "engine": {**threads([deployment]), **os.environ, SECRET: secrets.token_hex(32)}
+        }
+        with contextlib.closing(Launcher(programs, supervisor, clock, environments)) as launcher:
             launcher.step()  # engines load while this process does
+            while launcher.awaits_kv_pool():
+                time.sleep(LOOK)
+                launcher.step()
             import uvloop
 
             from penstock.cli.served import Engines, serve
 
-            engines = Engines(
-                {program.name: program.address or "" for program in programs}, launcher, supervisor, clock
-            )
-            return uvloop.run(serve(server, model, engines, listener, values["flight_recorder"]))
+            engines = Engines(programs, launcher, supervisor, clock)
+            return uvloop.run(serve(server, model, engines, listener, deployment.policy, deployment.flight_recorder))
+
+
+def describe(model: str, values: dict[str, Any]) -> Deployment:
+    """What the flags say, as a deployment of which this process is the frontend and the master. Several data-parallel
+    groups have what they would have in a deployment file. One engine has nobody to hand over to, and leaves nothing to
+    decide for which a policy would have to know prefixes.
+
+    Args:
+        values: of the flags, by key.
+    """
+    from penstock.service.deployment import DEFAULT_POLICY, LEASE, ORPHANS, Common, Deployment, Group, Transport
+    from penstock.service.supervisor import RestartPolicy
+
+    several = values["data_parallel_size"] > 1
+    options = {option.key: values[option.key] for option in ENGINE_OPTIONS} | {"peer_weights": False}
+    group = Group(name="engine", count=values["data_parallel_size"], role="any", options=options)
+    linked = several and group.shares_memory  # where no device is given, engines find out
+    policy, transport = DEFAULT_POLICY if several else "least_loaded", "shared"
+    return Deployment(
+        model=model,
+        common=Common(
+            model=model, policy=policy, live_roles=False, priorities={}, scaling=None, transport=transport, lease=LEASE
+        ),
+        frontends=0,
+        server={option.key: values[option.key] for option in SERVER_OPTIONS if option.key not in OF_MODEL},
+        options={key: values[key] for key in OF_MODEL},
+        groups=(group,),
+        policy=policy,
+        lease=LEASE,
+        transport=Transport(kind=transport, tls=None, faults=None) if linked else None,
+        orphans=ORPHANS if linked else None,
+        restart=RestartPolicy(backoff=0.5, limit=2, heartbeat_timeout=5.0),  # the third failure in a row is the last
+        flight_recorder=values["flight_recorder"],
+    )
 
 
 def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -434,30 +457,5 @@ def engine_options(directory: Path, values: dict[str, Any]) -> dict[str, Any]:
     return {"model": str(directory), **chosen}
 
 
-def engine_settings(
-    folder: Path, options: dict[str, Any], server: ServerOptions, count: int
-) -> Iterator[dict[str, Any]]:
-    """The settings of each engine's process, of so many."""
-    for group in range(count):
-        name = f"engine-{group}"
-        way = {"data_parallel_rank": group, "data_parallel_address": f"{folder}/groups"} if count > 1 else {}
-        yield {
-            "name": name,
-            "address": f"ipc://{folder}/{name}",
-            "parent": os.getpid(),
-            "role": "any",
-            "options": options | way,
-            "kv_pool": None,
-            "transport": None,
-            "log_level": server.log_level,
-            "log_format": server.log_format,
-            **({"shown_as": name} if count > 1 else {}),
-        }
-
-
-def _environments(engines: int) -> dict[ProcessKind, Mapping[str, str]]:
-    """Several engines share the cores."""
-    if engines == 1:
-        return {}
-    threads = max(1, len(os.sched_getaffinity(0)) // engines)
-    return {"engine": {"OMP_NUM_THREADS": str(threads), **os.environ}}
+def _engine_fields(directory: Path, group: Group, number: int) -> dict[str, Any]:
+    return engine_options(directory, dict(group.options))

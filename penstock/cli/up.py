@@ -30,6 +30,7 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.host_port import join_host_port
 from penstock.core.memory import total_memory
 from penstock.service.checkpoint import find_checkpoint
+from penstock.service.programs import threads
 
 if TYPE_CHECKING:
     from penstock.cli.ray_spawner import RaySpawner
@@ -248,7 +249,7 @@ class _Ground:
     def surround(self, wanted: Sequence[Deployment]) -> None:
         """Make room for what they need."""
         secret = self.surroundings["engine"][SECRET]
-        self.surroundings["engine"] = {**_threads(wanted), **os.environ, SECRET: secret}
+        self.surroundings["engine"] = {**threads(wanted), **os.environ, SECRET: secret}
 
     def tidy(self) -> None:
         """Close what belongs to no process any more."""
@@ -407,7 +408,7 @@ def environments(deployments: Sequence[Deployment], ours: Mapping[str, str]) -> 
     secret = (deployment.cluster.secret if deployment.cluster is not None else None) or secrets.token_hex(32)
     to_all = {SECRET: secret} if deployment.secured else {}
     return {
-        "engine": {**_threads(deployments), **ours, SECRET: secret},
+        "engine": {**threads(deployments), **ours, SECRET: secret},
         "master": {**ours, **to_all},
         "frontend": {**ours, **to_all, "PENSTOCK_API_KEY": ",".join(_api_keys(deployment, ours))},
     }
@@ -433,14 +434,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # some name
         return False
-
-
-def _threads(deployments: Sequence[Deployment]) -> dict[str, str]:
-    """CPU engines share the cores; left alone, each would start a thread for every core."""
-    engines = sum(group.count for each in deployments for group in each.groups if group.device == "cpu")
-    if engines < 2:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines))}
 
 
 def _show(deployments: Sequence[Deployment], listeners: Sequence[socket.socket] = (), *, joins: bool = False) -> None:

@@ -115,7 +115,9 @@ class Metrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
-        self._handoffs = families.counter("handoffs", "Sequences that went on in another instance after their prompt")
+        self._handoffs = families.counter(
+            "handoffs", "Sequences that went on in another instance, after their prompt or since"
+        )
         self._lacking = families.counter(
             "image_fallbacks", "Images that another instance was to look at, and that were looked at where prefilled"
         )

@@ -6,13 +6,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.parallel import Layout
-from penstock.core.wire.engine import Role
-from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.supervisor import RestartPolicy
 
+if TYPE_CHECKING:  # the first engine waits for what is imported here
+    from penstock.core.wire.engine import Role
+    from penstock.sched.cluster.priority_slo import Bounds
+
+DEFAULT_POLICY = "unified"
+LEASE = 5.0  # seconds of silence that end a hand-off, by default
+ORPHANS = 60.0  # seconds that the blocks of a failed engine are kept, by default
 WEIGHTS_PAIRS = {"cpu": "gloo", "cuda": "nccl"}  # what torch.distributed moves weights by, on each kind of device
 ADOPTED = "vllm"  # device of groups that are running servers
 
@@ -205,7 +210,8 @@ class Deployment:
     Attributes:
         prefix: of the names of its processes and their files, "" or "NAME/": a folder of its own.
         common: with other hosts, among what follows.
-        frontends: how many; number i listens on port + i, or each on a free one when port is 0.
+        frontends: processes of them; number i listens on port + i, or each on a free one when port is 0. 0 where the
+            launcher's process is the frontend, and the master.
         server: every option of a frontend by its key, as `penstock serve` has them: host, port, drain_timeout, ...
         options: likewise those that are of the model: served_model_name, chat_template, ...
         policy: a name in `policies.BUNDLES`.
@@ -254,6 +260,11 @@ class Deployment:
     def names(self) -> list[str]:
         """That clients may use for the model."""
         return list(self.options["served_model_name"] or (self.model,))
+
+    @property
+    def lone(self) -> bool:
+        """Whether an engine is the only process beside the launcher's, and needs no name where that writes."""
+        return not self.frontends and sum(len(group.instances) for group in self.groups) == 1
 
 
 def kind_of(device: str) -> str:

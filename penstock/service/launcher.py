@@ -232,7 +232,7 @@ class Launcher:
         if not self._starting and not self._supervisor.stopping:
             self._engines.refill(self._clock.now())
         for registration in self._registrations:
-            if self._awaits_kv_pool(registration):
+            if self.awaits_kv_pool(registration.prefix):
                 continue
             if self._registry is not None:
                 self._follow_registry(self._registry, registration)
@@ -357,10 +357,10 @@ class Launcher:
         self._etcd.instances = [] if self._supervisor.stopping else self._report(registration).instances
         registration.master = self._etcd.master or None
 
-    def _awaits_kv_pool(self, registration: Registration) -> bool:
-        """Whether its engines are about to be started, for which what takes long has to wait."""
+    def awaits_kv_pool(self, prefix: str = "") -> bool:
+        """Whether a model's engines are about to be started, for which what takes long has to wait."""
         starting = (self._programs[name] for name in self._starting)
-        return any(program.kind == "kv_pool" and program.model == registration.prefix for program in starting)
+        return any(program.kind == "kv_pool" and program.model == prefix for program in starting)
 
     @property
     def _is_taken(self) -> bool:

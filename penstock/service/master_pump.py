@@ -235,7 +235,7 @@ def _not_started(action: ToFrontend) -> None:
 
 
 class LocalPlacement:
-    """The master is in this process, and so is the launcher, which sets `troubles`."""
+    """The master is in this process, and so is the launcher, which calls `suspect`."""
 
     trouble = ""
 
@@ -271,6 +271,15 @@ class LocalPlacement:
         while True:
             self._pump.handle(FromFrontend(self._sender, Join(self._sender)))
             await asyncio.sleep(1.0)
+
+    def suspect(self, troubles: Mapping[str, str]) -> None:
+        """Frontend and master are told, when it is news: instance -> why it cannot serve, or may not be able to."""
+        if troubles != self.troubles:
+            self.troubles = troubles
+            try:
+                self._pump.handle(Troubles(dict(troubles)))
+            except Exception:  # the frontend knows all the same
+                log.exception("the master failed on what the launcher says")
 
     def ask(self, place: Place) -> None:
         self._pump.handle(FromFrontend(self._sender, place))

@@ -12,6 +12,7 @@ from penstock.core.parallel import DATA, EXPERTS
 from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.deployment import (
     ADOPTED,
+    DEFAULT_POLICY,
     WEIGHTS_PAIRS,
     Cluster,
     Common,
@@ -32,7 +33,6 @@ GROUP_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,15}")  # likewise, and a folder's
 RESERVED_NAMES = ("kv-pool", "master", "frontend")
 RESERVED_FOLDERS = ("address", "control", "givers", "lock", "responses")  # files of a run that are beside it
-DEFAULT = "unified"  # policy of files without one
 # of all instances that share a KV pool server's memory
 ONE_LAYOUT = ("dtype", "quantization", "kv-cache-dtype", "kv-layout")
 MODEL_SECTIONS = "engine", "instances", "priorities", "transport", "kv-pool", "scaling"
@@ -110,7 +110,7 @@ class ModelSection:
         orphans = (defaults(tables.kv_pool) | file.values(orphan_spots, tables.kv_pool))["orphans"]
         groups = self._groups()
         roles = {group.role for group in groups} - {"any"}
-        policy = own.pop("policy") or DEFAULT
+        policy = own.pop("policy") or DEFAULT_POLICY
         groups = [_with_policy(group, BUNDLES[policy].local_policy) for group in groups]
         scaling = self._scaling(policy, groups)
         if scaling is not None and groups and "scaling" in spots:

@@ -41,7 +41,8 @@ def plan(
         engine_fields: folder of the checkpoint, group, and number of an instance among all of the model -> fields of
             its engine's options.
         doors: bound, one for each instance that other hosts are to reach; they stay open here likewise.
-        master: address of that of a deployment which this host joins, "" where a registry tells it; None to start one.
+        master: address of that of a deployment which this host joins; "" where a registry tells it, or where it is in
+            this process; None to start one.
         names: instance -> name of its process, where that is another one; see `service.upgrade`.
     """
     programs: list[Program] = []
@@ -70,14 +71,11 @@ def _plan_model(
     names: Mapping[str, str],
 ) -> Iterator[Program]:
     """The processes that are a model's alone; arguments as of `plan`."""
-    import msgspec
-
     common, prefix = _common(deployment), deployment.prefix
 
     def program(name: str, kind: ProcessKind, settings: Mapping[str, Any], **more: Any) -> Program:
         return make_program(name, kind, {**common, **settings}, _heartbeat(folder, name), model=prefix, **more)
 
-    registry = None if deployment.cluster is None else deployment.cluster.registry
     if deployment.orphans is not None:
         name = prefix + KV_POOL
         settings: dict[str, Any] = {"name": name, "path": str(folder / name), "orphan_seconds": deployment.orphans}
@@ -90,19 +88,30 @@ def _plan_model(
         if group.layout.data > 1 and deployment.ray is None:
             settings["options"] |= way_of(group, instance, folder)
         yield program(name, "engine", settings, starts=instance not in group.spares, **more)
-    settings = {"policy": deployment.policy, "live_roles": deployment.live_roles, "seed": deployment.server["seed"]}
-    settings["media_route"] = None if deployment.media_route == "auto" else deployment.media_route
-    settings["priorities"] = msgspec.to_builtins(deployment.priorities, str_keys=True)
-    settings["scaling"] = None if deployment.scaling is None else asdict(deployment.scaling)
-    settings["slow_after"] = deployment.restart.slow_after
-    settings["flight_recorder"] = deployment.flight_recorder
     cluster = deployment.cluster
     masters = None if cluster is None else cluster.masters
     for number in range(int(master is None) if masters is None else masters):
         name = f"{prefix}master-{number}" if number else f"{prefix}master"
         public = None if cluster is None else f"tcp://{join_host_port(cluster.host, cluster.port + number)}"
-        own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public, "registry": registry}
-        yield program(name, "master", settings | own, socket=folder / name)
+        own = {"name": name, "address": f"ipc://{folder}/{name}", "public": public}
+        yield program(name, "master", _master(deployment) | own, socket=folder / name)
+
+
+def _master(deployment: Deployment) -> dict[str, Any]:
+    """What each of its masters is told."""
+    import msgspec
+
+    return {
+        "policy": deployment.policy,
+        "live_roles": deployment.live_roles,
+        "seed": deployment.server["seed"],
+        "media_route": None if deployment.media_route == "auto" else deployment.media_route,
+        "priorities": msgspec.to_builtins(deployment.priorities, str_keys=True),
+        "scaling": None if deployment.scaling is None else asdict(deployment.scaling),
+        "slow_after": deployment.restart.slow_after,
+        "flight_recorder": deployment.flight_recorder,
+        "registry": None if deployment.cluster is None else deployment.cluster.registry,
+    }
 
 
 def _common(deployment: Deployment) -> dict[str, Any]:
@@ -124,9 +133,10 @@ def _engine(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of an instance's process, but for its engine's options, and what its `Program` has beside them."""
     rayed = deployment.ray is not None
-    pooled = group.shares_memory and not rayed
+    pooled = group.shares_memory and deployment.orphans is not None
     place = {"address": f"ipc://{folder}/{name}", "role": group.role}
-    settings: dict[str, Any] = {**place, "name": name, "shown_as": name, "lease_s": deployment.lease, "public": None}
+    settings: dict[str, Any] = {**place, "name": name, "lease_s": deployment.lease, "public": None}
+    settings["shown_as"] = "" if deployment.lone else name
     settings["kv_pool"] = str(folder / (deployment.prefix + KV_POOL)) if pooled else None
     settings["transport"] = _transport(deployment, folder / f"{name}.transport") if group.shares_memory else None
     settings["seen"] = str(folder / f"{deployment.prefix}seen") if group.shares_memory and not rayed else None
@@ -148,6 +158,15 @@ def way_of(group: Group, instance: str, folder: Path) -> dict[str, Any]:
     """Which data-parallel group an instance is, and where it meets the others: fields of its engine's options."""
     unit, rank = divmod(group.instances.index(instance), group.layout.data)
     return {"data_parallel_rank": rank, "data_parallel_address": str(folder / f"{group.name}.groups-{unit}")}
+
+
+def threads(deployments: Sequence[Deployment]) -> dict[str, str]:
+    """Of engines' environment. Those on CPUs share the cores; left alone, each would start a thread for every core."""
+    groups = [group for each in deployments for group in each.groups]
+    engines = sum(group.count for group in groups if group.shares_memory and not group.modelled)
+    if engines < 2:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // engines))}
 
 
 def master_address(folder: Path, deployment: Deployment) -> str:

@@ -1,10 +1,12 @@
 """What an engine's process does before it imports what it needs."""
 
 import os
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.cli.engine import MOONCAKE, meets_ipv6, preset_mooncake
+from penstock.cli.engine import MOONCAKE, meets_ipv6, open_way, preset_mooncake
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,10 @@ def test_what_somebody_has_set_for_mooncake_stays(monkeypatch):
     preset_mooncake(ipv6=True)
     assert {name: os.environ[name] for name in MOONCAKE} == {**MOONCAKE, "MC_RPC_TIMEOUT_MS": "7"}
     assert os.environ["MC_USE_IPV6"] == "1"
+
+
+def test_blocks_on_a_device_have_no_way_to_others():
+    """Whether it is one is not known to who starts an engine without a device."""
+    way = {"kind": "shared", "address": "unix:/nowhere", "tls": None, "faults": None}
+    with ExitStack() as stack:
+        assert open_way({"name": "e", "transport": way}, 1, SimpleNamespace(pool=None), stack) is None

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import zmq
 
-from penstock.cli.http import ModelOptions, ServerOptions, make_site, with_cors
+from penstock.cli.http import ModelOptions, OwnMaster, ServerOptions, make_site, with_cors
 from penstock.core.clock import ManualClock
 from penstock.core.wire.engine import decode_command
 from penstock.core.wire.master import Endpoint
@@ -67,7 +67,8 @@ def site_of(name, began, *endpoints):
         reasoning_parser=None,
         pooling="auto",
     )
-    return make_site(options(), [(model, LocalRegistry(endpoints))], socket.socket(), name, began)
+    master = OwnMaster(LocalRegistry(endpoints), "least_loaded")
+    return make_site(options(), [(model, master)], socket.socket(), name, began)
 
 
 @pytest.mark.parametrize(("took", "patience"), [(0.5, 5.0), (10.0, 40.0), (100.0, 60.0)])

@@ -14,7 +14,7 @@ def test_an_engine_is_started_before_the_server_imports_what_it_needs_itself():
     code = """
 from penstock.cli.main import make_parser
 make_parser("serve")
-import penstock.obs.logs, penstock.service.launcher, penstock.service.supervisor"""
+import penstock.obs.logs, penstock.service.deployment, penstock.service.launcher, penstock.service.programs"""
     late = ("zmq", "yaml", "numpy", "http.client", "starlette", "penstock.cli.bench", "penstock.service.policies")
     assert imported(code, *late, "penstock.cli.serve") == {"penstock.cli.serve"}
 

@@ -1,6 +1,7 @@
 """Data-parallel groups among which experts are spread, with real processes: where one dies all start again, and no
 token is another one than one rank alone would have drawn."""
 
+import contextlib
 import json
 import logging
 import os
@@ -14,11 +15,13 @@ import httpx
 import pytest
 import torch
 
+from penstock import LLM, SamplingParams
 from penstock.nn import native
 from penstock.service.checkpoint import DEMO
 from tests.e2e.test_apply import apply
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.deployments import deployed
+from tests.helpers.servers import serving
 from tests.helpers.waiting import eventually
 
 pytestmark = [
@@ -58,10 +61,12 @@ def content(checkpoint, **engine):
     return served | {"engine": ENGINE | engine, "instances": [{}]}
 
 
-def text(up, prompt, first=None, tokens=200, gaps=None):
+def text(up, prompt, first=None, tokens=200, gaps=None, leave=None, ids=None):
     """
     Args:
         gaps: gets ms between tokens.
+        leave: an event; the client does so once it is set.
+        ids: gets the answer's.
     """
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     pieces, before = [], None
@@ -69,7 +74,12 @@ def text(up, prompt, first=None, tokens=200, gaps=None):
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: {"):
-                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                event = json.loads(line.removeprefix("data: "))
+                pieces.append(event["choices"][0]["text"])
+                if ids is not None and not ids:
+                    ids.append(event["id"])
+                if leave is not None and leave.is_set():
+                    break
                 if first is not None:
                     first.set()
                 now, last, before = time.monotonic(), before, time.monotonic()
@@ -126,3 +136,70 @@ def test_a_sequence_moves_from_the_group_whose_contexts_are_long(longer, options
         assert "sequence: of 3," in up.get("/overview"), up.log()
         long_ones = sorted(gaps[0] + gaps[2])
         log.info("ms between tokens: median %.1f, longest %.1f", long_ones[len(long_ones) // 2], long_ones[-1])
+
+
+@contextlib.contextmanager
+def served(checkpoint, *flags):
+    """Two groups of `penstock serve`, both ready."""
+    groups = ("--served-model-name", "m", "--data-parallel-size", "2")
+    with serving(str(checkpoint), *groups, *flags) as server:
+        eventually(lambda: list(states(server).values()) == ["ready", "ready"], 90, server.log)
+        yield server
+
+
+def place_of(server, answer):
+    """Name of the instance that a sequence went to last."""
+    (sequence,) = json.loads(server.get(f"/explain/{answer}"))["sequences"]
+    moved, placed = sequence["relocated"], sequence["placements"][-1]
+    return moved[-1]["to"] if moved else placed["decode"] or placed["prefill"]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_sequence_moves_between_groups_of_serve(longer, killed):
+    """Once clients have left one group alone. Where the group that it moves to is killed meanwhile nobody notices."""
+    prompts = [[(31 * i + k * k) % 300 + 1 for k in range(3000)] for i in range(4)]
+    flags = ("--enable-expert-parallel", "--max-model-len", "8192", "--kv-cache-memory", "256M")
+    with served(longer, *flags, "--helper-kv-memory", "64M") as server, ThreadPoolExecutor(4) as clients:
+        leave, ids = [threading.Event() for _ in prompts], [list[str]() for _ in prompts]
+        answers = []
+        for prompt, left, own in zip(prompts, leave, ids, strict=True):
+            begun = threading.Event()
+            answers.append(clients.submit(text, server, prompt, begun, 1000, leave=left, ids=own))
+            assert begun.wait(300), server.log()
+        places = [place_of(server, own[0]) for own in ids]
+        crowded = max(sorted(set(places)), key=places.count)
+        for left, place in zip(leave, places, strict=True):
+            if place != crowded:
+                left.set()
+        if killed:
+            eventually(lambda: server.metric("relocations_total"), 60, server.log)
+            (other,) = states(server).keys() - {crowded}
+            os.kill(server.pids()[other], signal.SIGKILL)
+        stay = [i for i, place in enumerate(places) if place == crowded]
+        found = [answers[i].result() for i in stay]
+        assert server.metric("relocations_total", reason="sequence") >= 1, server.log()
+        assert killed or server.metric("handoffs_total") >= 1, server.log()
+        assert server.stop() == 0, server.log()
+    llm = LLM(str(longer), max_model_len=8192, kv_cache_memory=256 << 20)
+    greedy = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    assert found == [answer.text for answer in llm.generate([prompts[i] for i in stay], greedy)]
+
+
+@pytest.mark.parametrize("victim", ["engine-0", "kv-pool"])
+def test_what_is_killed_beside_serve_ends_no_stream(victim):
+    """Streams of a group go on in the other one, where groups have nothing in common; those of both wait for the memory
+    of their blocks."""
+    prompts = [f"def f{i}(" for i in range(4)]
+    with (
+        served("demo", "--kv-cache-memory", "64M", "--max-model-len", "2048") as server,
+        ThreadPoolExecutor(len(prompts)) as clients,
+    ):
+        expected = [text(server, prompt, tokens=400) for prompt in prompts]
+        begun, before = [threading.Event() for _ in prompts], server.pids()
+        answers = [clients.submit(text, server, *each, 400) for each in zip(prompts, begun, strict=True)]
+        assert all(event.wait(60) for event in begun), server.log()
+        os.kill(before[victim], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == expected, server.log()
+        eventually(lambda: server.pids().get(victim, before[victim]) != before[victim], 60, server.log)
+        eventually(lambda: list(states(server).values()) == ["ready", "ready"], 90, server.log)
+        assert server.stop() == 0, server.log()

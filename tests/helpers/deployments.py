@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from penstock.drill.launched import told
 from tests.helpers.servers import READY, Served
 from tests.helpers.waiting import eventually
 
@@ -77,18 +76,6 @@ class UpProcesses(Served):
         return [self.settings(name)["server"]["port"] for name in names]
 
     # --- the processes
-
-    def _told(self) -> dict[int, tuple[str, dict[str, Any]]]:
-        """Process id -> name and settings, of everything that runs under the launcher."""
-        return told(self.process.pid)
-
-    def pids(self) -> dict[str, int]:
-        """Every process that runs now, by name: kv-pool, master, frontend-0, engine-0, ..."""
-        return {name: pid for pid, (name, _) in self._told().items()}
-
-    def settings(self, name: str) -> dict[str, Any]:
-        """What a process was told when it started."""
-        return next(settings for known, settings in self._told().values() if known == name)
 
     @property
     def kv_pool_path(self) -> Path:

@@ -16,8 +16,11 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
+
+from penstock.drill.launched import told
 
 READY = re.compile(r'ready: \S+ on (http://[^\s"]+)/v1')
 QUICK = ("--max-num-batched-tokens", "512", "--kv-cache-memory", "64M", "--max-model-len", "4096")
@@ -95,6 +98,18 @@ class Served:
             if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
                 total += float(found[2])
         return total
+
+    def _told(self) -> dict[int, tuple[str, dict[str, Any]]]:
+        """Process id -> name and settings, of everything that this one has started."""
+        return told(self.process.pid)
+
+    def pids(self) -> dict[str, int]:
+        """Every process that runs now, by name: kv-pool, master, frontend-0, engine-0, ..."""
+        return {name: pid for pid, (name, _) in self._told().items()}
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """What a process was told when it started."""
+        return next(settings for known, settings in self._told().values() if known == name)
 
     def stop(self, how: int = signal.SIGTERM, timeout: float = 60) -> int:
         """Send a signal and return the exit code; by then everything was written."""

@@ -98,6 +98,24 @@ def test_a_master_in_the_same_process():
     run(scenario)
 
 
+def test_a_master_in_the_same_process_knows_what_the_launcher_suspects():
+    async def scenario():
+        pump, _ = make_pump("any", "any")
+        placement = LocalPlacement(pump, "f")
+        asked = Asked(placement)
+        await asked.place()
+        told = []
+        suspect = pump.master.fleet.suspect
+        pump.master.fleet.suspect = lambda troubles: told.append(troubles) or suspect(troubles)
+        for troubles in ({}, {"any-0": "it hangs"}, {"any-0": "it hangs"}, {}):
+            placement.suspect(troubles)
+            assert placement.troubles == troubles
+        assert told == [{"any-0": "it hangs"}, {}], "what is no news is not told"
+        await placement.close()
+
+    run(scenario)
+
+
 def test_only_one_timer_waits_for_the_master():
     async def scenario():
         timers, loop = [], asyncio.get_running_loop()
