@@ -14,6 +14,7 @@ from starlette.types import Message, Send
 from penstock.api.message import Fields
 from penstock.api.response_shape import ResponseShape
 from penstock.api.response_store import ResponseStore
+from penstock.core.errors import Unavailable
 
 LOOK = 0.25  # seconds between looks at whether it is cancelled, which says that it is still worked on, too
 LOST = 30.0  # seconds without one, after which nobody works on it any more
@@ -31,7 +32,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, run: Run, begun: asyncio.Future[ResponseShape]) -> Fields:
-        """The response, queued. Raises what `run` raises before it has begun.
+        """The response, queued. Raises what `run` raises before it has begun, and Unavailable where it cannot be kept.
 
         Args:
             run: makes the answer, and has its shape keep it.
@@ -44,7 +45,11 @@ class Background:
             await work
             raise AssertionError("it ended before it began")
         shape = begun.result()
-        queued = shape.queued()
+        try:
+            queued = shape.queued()
+        except Unavailable:  # nobody could ask for it
+            work.cancel()
+            raise
         task = asyncio.create_task(self._watch(work, shape))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -83,8 +88,9 @@ class Background:
             if found is None or found["status"] == "cancelled":  # deleted, or cancelled by whoever was asked
                 work.cancel()
             elif found["status"] in RUNNING and not work.done():
-                self._store.update(tenant, name, msgspec.json.encode(found | {"status": "in_progress"}))
-        with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(Unavailable):  # it may be kept again by the time that it is made
+                    self._store.update(tenant, name, msgspec.json.encode(found | {"status": "in_progress"}))
+        with contextlib.suppress(asyncio.CancelledError, Unavailable):  # who asks learns after `LOST` that it failed
             error = work.exception()
             if isinstance(error, Exception):
                 self._store.update(tenant, name, msgspec.json.encode(shape.failed(error)))

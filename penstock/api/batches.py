@@ -79,13 +79,13 @@ def routes(store: BatchStore | None) -> list[Route]:
         kept = opened(store)
         body = await read_body(request, BatchBody)
         owner = request.state.tenant
-        file = await kept.aside(kept.file, owner, body.input_file_id)
+        file = await kept.asked(kept.file, owner, body.input_file_id)
         if file is None or file.purpose != PURPOSE:
             shown = body.input_file_id[:64]
             raise InvalidRequest(
                 f"input_file_id: {shown!r}, allowed is a file that was uploaded with purpose {PURPOSE}", "input_file_id"
             )
-        batch = await kept.aside(
+        batch = await kept.asked(
             kept.create,
             owner,
             body.endpoint,
@@ -101,18 +101,18 @@ def routes(store: BatchStore | None) -> list[Route]:
         """A page of them, the newest first: `after` a batch's id, and `limit`."""
         kept = opened(store)
         after, limit = page_of(request, DEFAULT_PAGE, MOST_BATCHES)
-        found, more = await kept.aside(kept.batches, request.state.tenant, after, limit)
+        found, more = await kept.asked(kept.batches, request.state.tenant, after, limit)
         return page([shown_batch(batch) for batch in found], more)
 
     async def retrieve_batch(request: Request) -> Response:
         kept, batch_id = opened(store), request.path_params["batch"]
-        batch = await kept.aside(kept.batch, request.state.tenant, batch_id)
+        batch = await kept.asked(kept.batch, request.state.tenant, batch_id)
         return json_response(shown_batch(batch)) if batch is not None else _missing(batch_id)
 
     async def cancel_batch(request: Request) -> Response:
         """Ends it: what is answered is kept in its output file."""
         kept, batch_id = opened(store), request.path_params["batch"]
-        batch = await kept.aside(kept.cancel, request.state.tenant, batch_id)
+        batch = await kept.asked(kept.cancel, request.state.tenant, batch_id)
         return json_response(shown_batch(batch)) if batch is not None else _missing(batch_id)
 
     return [

@@ -51,12 +51,13 @@ def routes(store: BatchStore | None, max_file_bytes: int) -> list[Route]:
     async def upload_file(request: Request) -> Response:
         """Keeps a file for batches: JSONL, one request a line."""
         kept = opened(store)
-        upload = await kept.aside(kept.begin_upload)
+        upload = await kept.asked(kept.begin_upload)
         try:
             form = _Form(request, upload, max_file_bytes)
-            await form.receive()
+            with kept.for_client():
+                await form.receive()
             keep_seconds = form.check()
-            file = await kept.aside(
+            file = await kept.asked(
                 kept.keep_upload,
                 upload,
                 owner=request.state.tenant,
@@ -65,7 +66,7 @@ def routes(store: BatchStore | None, max_file_bytes: int) -> list[Route]:
                 keep_seconds=keep_seconds,
             )
         finally:
-            await kept.aside(upload.discard)
+            await kept.asked(upload.discard)
         return json_response(_shown(file))
 
     async def list_files(request: Request) -> Response:
@@ -76,7 +77,7 @@ def routes(store: BatchStore | None, max_file_bytes: int) -> list[Route]:
             raise InvalidRequest(f"order: {order!r}, allowed are asc, desc", "order")
         after, limit = page_of(request, MOST_FILES, MOST_FILES)
         purpose = request.query_params.get("purpose")
-        found, more = await kept.aside(
+        found, more = await kept.asked(
             kept.files, request.state.tenant, purpose, after, limit, newest_first=order == "desc"
         )
         return page([_shown(file) for file in found], more)
@@ -91,7 +92,7 @@ def routes(store: BatchStore | None, max_file_bytes: int) -> list[Route]:
 
     async def delete_file(request: Request) -> Response:
         kept, file_id = opened(store), request.path_params["file"]
-        if not await kept.aside(kept.delete_file, request.state.tenant, file_id):
+        if not await kept.asked(kept.delete_file, request.state.tenant, file_id):
             _missing(file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
@@ -126,7 +127,7 @@ def page(entries: list[dict[str, Any]], more: bool) -> Response:
 
 async def _found(store: BatchStore, request: Request) -> StoredFile:
     file_id = request.path_params["file"]
-    file = await store.aside(store.file, request.state.tenant, file_id)
+    file = await store.asked(store.file, request.state.tenant, file_id)
     return file if file is not None else _missing(file_id)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,12 +16,15 @@ from penstock.api.message import Fields, reasoning_tokens
 from penstock.api.response_store import ResponseStore
 from penstock.api.schema import TIERS
 from penstock.api.sse import encode
+from penstock.core.errors import Unavailable
+from penstock.obs.logs import quoted
 from penstock.service.generation import Usage
 from penstock.text.detokenizer import Delta
 
 if TYPE_CHECKING:
     from penstock.service.frontend import Frontend
 
+log = logging.getLogger("penstock.api")
 Item = dict[str, Any]
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of items' ids
 
@@ -195,13 +199,20 @@ class ResponseShape:
         }
 
     def _keep(self, response: Fields) -> None:
+        """Where that cannot be, whoever waits for it gets it all the same, and is told that it is not kept."""
         if self._store is None:
             return
         if self._body.background and response["status"] != "queued":  # it may be cancelled or deleted by now
             kept = self._store.get(*self.place)
             if kept is None or msgspec.json.decode(kept.response)["status"] == "cancelled":
                 return
-        self._store.put(self._tenant, self._id, msgspec.json.encode(response), [*self._before, *self._said()])
+        try:
+            self._store.put(self._tenant, self._id, msgspec.json.encode(response), [*self._before, *self._said()])
+        except Unavailable as error:
+            if self._body.background:
+                raise
+            log.warning("%s is not kept: %s", quoted(self._id), error)
+            response["store"] = False
 
     def _said(self) -> list[Fields]:
         """The answer as chats have it, in one message."""

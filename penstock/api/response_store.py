@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.core.errors import Unavailable
+
 MAX_BYTES = 256 << 20
 MAX_AGE = 30 * 24 * 3600.0  # seconds, as OpenAI keeps them
 
@@ -41,7 +43,8 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """The oldest go when there are more than so many bytes.
+    """The oldest go when there are more than so many bytes. What changes it raises Unavailable where it cannot be
+    written, as to a full disk.
 
     Args:
         file: None keeps them in this process's memory.
@@ -97,10 +100,12 @@ class ResponseStore:
     @contextlib.contextmanager
     def _change(self) -> Any:
         with self._lock:
-            self._base.execute("BEGIN IMMEDIATE")
             try:
+                self._base.execute("BEGIN IMMEDIATE")
                 yield self._base
-            except BaseException:
-                self._base.execute("ROLLBACK")
-                raise
-            self._base.execute("COMMIT")
+                self._base.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise Unavailable(f"responses cannot be kept now ({error})") from error
+            finally:
+                if self._base.in_transaction:  # where SQLite has not rolled it back itself
+                    self._base.execute("ROLLBACK")

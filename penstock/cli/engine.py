@@ -22,7 +22,7 @@ JSON:
     warm                whether all was imported before, as by `cli.warm`
     log_level, log_format
 
-It ends on `Shutdown`, or when its parent has ended.
+It ends on `Shutdown`, or when its parent has ended; also while it starts, or where it hangs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engine")
 FROM_PEERS = ("nccl", "gloo", "map", "mooncake", "tcp")  # of `nn.loader.Source`
+LOOK = 0.5  # seconds between two looks whether the parent process is there
+ORPHANED = 5.0  # seconds that an engine has to end by itself when its parent has
 GIVERS_WITHIN = 3.0  # seconds in which a launcher that joins hears from its master who gives weights
 # Matrix kernels of so many shapes are kept. There is one for every number of rows, batches have any, and each takes up
 # to megabytes: with the 1024 that torch keeps by itself, and oneDNN below it once more, an engine grows by a gigabyte
@@ -84,6 +88,7 @@ MOONCAKE_IPV6 = "MC_USE_IPV6"  # without it Mooncake knows none
 def main(settings: dict[str, Any]) -> int:
     """Returns 0 when told to stop, 1 after a failure, 2 when the options cannot be served."""
     setup_logging(settings["log_level"], settings["log_format"], settings.get("shown_as", ""))
+    threading.Thread(target=end_with, args=(settings["parent"],), name="parent", daemon=True).start()
     keep_few_kernels()
     preset_mooncake(meets_ipv6(settings))
     if (settings.get("weights") or {}).get("pair") == "nccl":
@@ -141,6 +146,17 @@ def main(settings: dict[str, Any]) -> int:
             server.fail(f"{type(error).__name__}: {error}", broken=not isinstance(error, Unavailable | OSError))
             return 1
     return 0
+
+
+def end_with(parent: int) -> None:
+    """Not to outlive it: a server that runs ends by itself, but one may be loading weights for minutes, or hang in a
+    step. What this process has begun ends too, such as ranks and compilers."""
+    while os.getppid() == parent:
+        time.sleep(LOOK)
+    time.sleep(ORPHANED)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def keep_few_kernels() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import heapq
 import itertools
 import json
+import logging
 import os
 import secrets
 import sqlite3
@@ -25,9 +26,10 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 import msgspec
 
-from penstock.core.errors import ConfigError, Conflict
+from penstock.core.errors import ConfigError, Conflict, Unavailable
 from penstock.service.batch_lines import LineError, not_run, read_lines
 
+log = logging.getLogger("penstock.batches")
 FIELD = "batch-dir"
 LEASE = 8.0  # seconds; who runs a batch renews it every few
 BUSY = 20.0  # seconds to wait for another process's transaction
@@ -137,7 +139,7 @@ class Upload:
     """A file on its way in."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.kept = path, False
         self._file: IO[bytes] = path.open("xb")
 
     def write(self, data: bytes) -> None:
@@ -151,8 +153,10 @@ class Upload:
 
     def discard(self) -> None:
         """Does nothing to a file that was kept."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is left of it does not fit either
+            self._file.close()
+        if not self.kept:
+            self.path.unlink(missing_ok=True)
 
 
 class BatchStore:
@@ -201,6 +205,21 @@ class BatchStore:
         """Call a method in the thread for that."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: function(*args, **options))
 
+    async def asked(self, function: Callable[Of, Result], *args: Of.args, **options: Of.kwargs) -> Result:
+        """The same for a client. Raises Unavailable where the disk fails."""
+        with self.for_client():
+            return await self.aside(function, *args, **options)
+
+    @contextlib.contextmanager
+    def for_client(self) -> Iterator[None]:
+        """Raises Unavailable where the disk fails, as when it is full."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            log.error("%s cannot be used now: %s", self._folder, error)
+            raise Unavailable(f"files and batches cannot be kept now ({why})") from error
+
     def close(self) -> None:
         self._worker.shutdown(wait=True)
         self._db.close()
@@ -218,9 +237,11 @@ class BatchStore:
     ) -> StoredFile:
         upload.done()
         file_id = f"file-{secrets.token_hex(16)}"
-        upload.path.replace(self.path(file_id))
+        upload.path = upload.path.replace(self.path(file_id))
         with self._changing(self._db):
-            return self._add_file(self._db, file_id, owner, purpose, filename, keep_seconds)
+            file = self._add_file(self._db, file_id, owner, purpose, filename, keep_seconds)
+        upload.kept = True
+        return file
 
     def _add_file(
         self, db: sqlite3.Connection, file_id: str, owner: str, purpose: str, filename: str, keep_seconds: int | None

@@ -240,7 +240,9 @@ class EngineClient:
             self.dispatcher.readmit_avoided()
 
     def _greet(self, instance: Instance, ready: Ready) -> None:
-        if instance.ready is not None:
+        if instance.is_current(ready.peer.incarnation):
+            self.instance_lost(instance.name, "it has dropped what it had of this frontend, which it did not hear")
+        elif instance.ready is not None:
             self.instance_lost(instance.name, "another incarnation of the engine has begun")
         instance.ready = instance.said = ready
         instance.lost, instance.role, instance.asleep = "", ready.role, 0

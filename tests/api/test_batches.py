@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import pytest
 from penstock.api.files import MAX_FORM_BYTES, OFF
 from penstock.api.http import Application
 from penstock.core.errors import BreaksEngines, EngineFailure, Overloaded
-from penstock.service.batch_store import Answered, BatchStore
+from penstock.service.batch_store import Answered, BatchStore, Upload
 
 pytestmark = pytest.mark.anyio
 LINE = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"x"}}\n'
 LIMIT = 1 << 20
+CANNOT = "files and batches cannot be kept now"
 
 
 @pytest.fixture
@@ -47,6 +49,36 @@ def error(response: httpx.Response) -> tuple[int, Any, str]:
 
 def left(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "files").iterdir())
+
+
+@pytest.mark.parametrize("content", [LINE, LINE * 10_000])
+async def test_a_full_disk_is_said_and_leaves_nothing(
+    client: httpx.AsyncClient, store: BatchStore, tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a file, at its end, or in the database."""
+    content = content[: LIMIT - 7]
+    begin = store.begin_upload
+
+    def begin_on_full_disk() -> Upload:
+        upload = begin()
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, upload._file.fileno())
+        os.close(full)
+        return upload
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "begin_upload", begin_on_full_disk)
+        assert error(await upload(client, content)) == (503, None, f"{CANNOT} (No space left on device)")
+    assert left(tmp_path) == []
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    kept = 0
+    while (sent := await upload(client)).status_code == 200:  # until its pages are full
+        kept += 1
+    assert error(sent) == (503, None, f"{CANNOT} (database or disk is full)")
+    assert len(left(tmp_path)) == kept
+    store._db.execute("PRAGMA max_page_count = 100000")
+    assert (await upload(client, content)).status_code == 200
 
 
 async def test_a_file_and_its_life(client: httpx.AsyncClient, tmp_path: Path) -> None:

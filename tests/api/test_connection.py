@@ -15,6 +15,7 @@ import uvicorn
 from penstock.api import connection
 from penstock.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection, endings
 from penstock.api.http import Application
+from penstock.cli.http import KEEP_ALIVE
 from penstock.service.answer_guard import AnswerGuard, AnswerLog
 from penstock.service.batch_store import BatchStore
 from tests.helpers.waiting import until
@@ -301,4 +302,4 @@ async def test_a_client_that_reads_slowly_gets_it_all(port: int, frontend: Any) 
 
 def test_the_limits_are_what_is_documented() -> None:
     assert (connection.MAX_HEAD_BYTES, connection.MAX_HEADERS, connection.REQUEST_SECONDS) == (65536, 128, 60.0)
-    assert connection.SEND_SECONDS == 60.0
+    assert (connection.SEND_SECONDS, KEEP_ALIVE) == (60.0, 120)

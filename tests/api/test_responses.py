@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.api import response_store
 from penstock.api.response_store import ResponseStore
 from penstock.text.detokenizer import Delta
 
@@ -183,6 +184,26 @@ async def test_tenants_do_not_see_each_others(make_client: Any) -> None:
         assert (await client.get(f"{URL}/{kept}")).status_code == 200
         client.headers["authorization"] = "Bearer two"
         assert (await client.get(f"{URL}/{kept}")).status_code == 404
+
+
+async def test_what_cannot_be_kept_is_answered_all_the_same(
+    make_client: Any, frontend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is full; nothing of it is left in the way of what comes later."""
+    monkeypatch.setattr(response_store, "SCHEMA", response_store.SCHEMA + "PRAGMA max_page_count = 16;")
+    large = {"input": "hi", "user": "x" * 100_000}
+    async with make_client() as client:
+        whole = (await client.post(URL, json=large)).json()
+        assert (whole["status"], whole["store"]) == ("completed", False)
+        last = events(await client.post(URL, json=large | {"stream": True}))[-1]
+        assert (last["type"], last["response"]["store"]) == ("response.completed", False)
+        refused = await client.post(URL, json=large | {"background": True})
+        assert refused.status_code == 503
+        assert "responses cannot be kept now" in refused.json()["error"]["message"]
+        small = (await client.post(URL, json={"input": "hi"})).json()
+        assert small["store"]
+        assert (await client.get(f"{URL}/{small['id']}")).json() == small
+        assert (await client.get(f"{URL}/{whole['id']}")).status_code == 404
 
 
 def test_the_oldest_go_when_there_are_too_many_and_frontends_share_them(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_doctor_shows_the_speed_and_writes_nothing(measured, cache, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "vector units" in shown
     assert "demo model" in shown
+    assert "pillow" in shown
+    assert "langchain" not in shown, "only tests need it"
     assert "1e+12 bfloat16 and 3e+11 float32 operations a second" in shown
     assert "50 GB/s, 20 GB" in shown
     assert not cache.exists()

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.cli.run_folder import run_folder
 from tests.helpers.deployments import DEMO, PACED, colocated, deployed
-from tests.helpers.servers import refuses_while_it_drains
+from tests.helpers.servers import Served, refuses_while_it_drains
 from tests.helpers.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -347,6 +347,23 @@ def test_nobody_outlives_a_killed_launcher():
         eventually(lambda: all(map(gone, pids.values())))
         with run_folder():  # the next run removes what this one could not; one beside this test may have done so
             assert not up.folder.exists()
+
+
+def test_nor_does_an_engine_that_is_still_starting_nor_what_it_has_begun(tmp_path, monkeypatch):
+    """A compiler that takes its time."""
+    compiler, runs = tmp_path / "c++", tmp_path / "runs"
+    compiler.write_text(f"#!/bin/sh\necho $$ >> {runs}\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    served = Served("serve", "demo")
+    try:
+        served.wait_for("compiling kernels", 90)
+        eventually(lambda: runs.exists() and children_of(served.process.pid))
+        begun = [*children_of(served.process.pid), *map(int, runs.read_text().split())]
+    finally:
+        served.process.kill()
+    eventually(lambda: all(map(gone, begun)))
 
 
 @pytest.mark.slow

@@ -103,14 +103,18 @@ def test_an_engine_that_says_goodbye_is_not_lost(tokenizer):
     run(tokenizer, scenario, "a", "b", told=True)
 
 
-def test_another_incarnation_of_an_engine_knows_nothing_of_its_last(tokenizer):
+@pytest.mark.parametrize(("life", "why"), [(2, "another incarnation"), (1, "it has dropped what it had")])
+def test_an_engine_that_greets_again_has_nothing_of_what_it_had(tokenizer, life, why, caplog):
+    """It is another incarnation, or has not heard this frontend for long."""
+
     async def scenario(frontend, channel, clock):
         generation, (name,) = await submit(frontend)
-        frontend.placement.prefill = [ready(life=2).peer]
-        channel.say(ready(life=2))
-        await until(lambda: channel.sent[-1].to == 2)
-        channel.report(TokenOutput(name, [5]))  # of the first incarnation, late
-        channel.life = 2
+        frontend.placement.prefill = [ready(life=life).peer]
+        channel.say(ready(life=life))
+        await until(lambda: len(channel.enqueued()) == 2)
+        assert why in caplog.text
+        channel.report(TokenOutput(name, [5]))  # of the first attempt, late
+        channel.life = life
         channel.report(TokenOutput(name, [6], generation=2, finish=FinishReason.LENGTH))
         assert [d.tokens for d in await collect(generation)] == [[6]]
 
