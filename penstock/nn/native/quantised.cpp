@@ -15,7 +15,9 @@ static_assert(GROUPS_AT_ONCE == 1 || GROUPS_AT_ONCE == 4);
 constexpr int PANEL = GROUPS_AT_ONCE * LANES;
 constexpr int MOST_ROWS = 6;                          // of a tile
 constexpr int64_t ROWS_AT_ONCE = 32 * MOST_ROWS;
-constexpr int64_t AHEAD = 8192 / sizeof(Line);        // lines that are asked for before they are used
+// Lines that are asked for before they are used, into the second cache: more of them can be on their way there than into
+// the first, and so few are still in it when their turn comes. Tiles use 64 at once.
+constexpr int64_t AHEAD = 3072 / sizeof(Line), AHEAD_OF_TILES = 8192 / sizeof(Line);
 constexpr int64_t ALONE = 2048;                       // lines times rows that are not worth waking another thread for
 constexpr int64_t TASK = 8192;                        // lines that a task has at most, where there are many
 constexpr int64_t VALUES = 1 << 14;                   // that are worth waking another thread for
@@ -498,7 +500,7 @@ void tile(const Work& work) {
         const char* head = work.panel.head(run);
         if (BITS != READY) lines = work.panel.codes(run);
         if (work.alone && run.lines == run.lines_of_group)
-            for (int64_t h = 0; h < work.panel.heads; h++) __builtin_prefetch(head + (AHEAD + h) * sizeof(Line), 0, 3);
+            for (int64_t h = 0; h < work.panel.heads; h++) __builtin_prefetch(head + (AHEAD + h) * sizeof(Line), 0, 2);
         const uint32_t* words = inputs + run.word;
         typename Kind::Sum sums[M][G];
 #pragma GCC unroll 8
@@ -508,7 +510,7 @@ void tile(const Work& work) {
         const auto read = [&](auto& into) __attribute__((always_inline)) {
             if (BITS != READY && work.alone) {
 #pragma GCC unroll 12
-                for (int l = 0; l < G * Read::LINES; l++) __builtin_prefetch(lines + AHEAD + l, 0, 3);
+                for (int l = 0; l < G * Read::LINES; l++) __builtin_prefetch(lines + AHEAD + l, 0, 2);
             } else {
                 for (int64_t f = 0; f < fetch; f++) __builtin_prefetch(ahead++, 0, 3);
             }
@@ -607,7 +609,7 @@ void tile_in_tiles(const Work& work, int rows, TileRegisters& registers) {
         const char* x = reinterpret_cast<const char*>(&work.inputs.words[work.row * runs.words + run.word]);
         for (int g = 0; g < G; g += most)
             add_words<true>(registers, rows, std::min(most, G - g),
-                            {x, runs.words * 4, lines + g, G, g ? 0 : fetch, lines + AHEAD}, words, sums[0] + g * LANES,
+                            {x, runs.words * 4, lines + g, G, g ? 0 : fetch, lines + AHEAD_OF_TILES}, words, sums[0] + g * LANES,
                             PANEL, true);
         lines += words * G;
         work.weight.has_zeros ? add_products<G, true>(work, run, r, rows, sums)
