@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite, image_settings
 from penstock.core.parallel import ALONE, PIPELINE, TENSOR, Divisible, Layout
-from penstock.nn import rope
+from penstock.nn import native, rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
     DTYPES,
@@ -37,7 +38,7 @@ from penstock.nn.formats import Quantisation, read_quantisation
 from penstock.nn.formats.base import Format, check_cut
 from penstock.nn.formats.dense import DENSE
 from penstock.nn.identity import cache_key, file_times, image_key
-from penstock.nn.image import Arena, DeviceImage, Image, Peers
+from penstock.nn.image import Arena, DeviceImage, Image, Peers, padded
 from penstock.nn.linear import WHOLE, Linear, Shard
 from penstock.nn.methods import method_for
 from penstock.nn.methods.base import LinearMethod, Weight
@@ -61,6 +62,7 @@ from penstock.nn.weight_cache import WeightCache
 log = logging.getLogger("penstock.loader")
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
+LARGE_PAGE = 2 << 20  # bytes
 
 # A peer by torch.distributed; one of this host, whose memory is mapped; packed weights on disk that the page cache has;
 # a peer of another host, by Mooncake or over TCP; packed weights on disk; the checkpoint
@@ -220,6 +222,22 @@ def _fill_from(images: Iterator[Image | DeviceImage], model: Decoder) -> Image |
     return None
 
 
+def _one_after_the_other(model: Decoder) -> Take:
+    """In one memory of this process, so that large pages hold also what is smaller than they are."""
+    named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    size = sum(padded(place.nbytes) for _, place in named)
+    memory = torch.empty((-(-size // LARGE_PAGE) + 1) * LARGE_PAGE, dtype=torch.uint8, device="cpu")
+    native.advise_large_pages(memory)
+    end = -memory.data_ptr() % LARGE_PAGE
+
+    def take(like: Tensor) -> Tensor:
+        nonlocal end
+        first, end = end, end + padded(like.nbytes)
+        return memory[first : first + like.nbytes].view(like.dtype).view(like.shape)
+
+    return take
+
+
 def _taker(device: torch.device, arena: Arena | None) -> Take:
     return (lambda place: torch.empty(place.shape, dtype=place.dtype, device=device)) if arena is None else arena.take
 
@@ -227,7 +245,8 @@ def _taker(device: torch.device, arena: Arena | None) -> Take:
 def _take_memory(model: Decoder, device: torch.device, directory: Path, arena: Arena | None) -> None:
     try:
         # `to_empty` makes them like those on "meta", which torch computes in Python, and imports sympy for
-        model._apply(_taker(device, arena))
+        own = arena is None and device.type == "cpu"
+        model._apply(_one_after_the_other(model) if own else _taker(device, arena))
         for linear in model.modules():
             if isinstance(linear, Linear):
                 linear.prepare()

@@ -57,7 +57,7 @@ class PackedWeight(nn.Module):
         """Before the first `put`: what fills up lines is zero."""
         assert self.memory.is_contiguous()
         assert self.memory.data_ptr() % LINE == 0
-        native.function("penstock_advise_large_pages", "pn")(self.memory.data_ptr(), self.memory.nbytes)
+        native.advise_large_pages(self.memory)
         if self.shape != (self.groups * LANES, self.steps * self.in_word):
             self.memory.zero_()
 

@@ -83,7 +83,7 @@ class PackedQuantisedWeight(nn.Module):
         """Before the first `put`: what fills up lines is zero, and no order is known."""
         assert self.memory.is_contiguous()
         assert self.memory.data_ptr() % LINE == 0
-        native.function("penstock_advise_large_pages", "pn")(self.memory.data_ptr(), self.memory.nbytes)
+        native.advise_large_pages(self.memory)
         self.memory.zero_()
         if self.order is not None:
             self.order.fill_(-1)

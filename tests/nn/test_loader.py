@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import resource
 import shutil
 import subprocess
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ConfigError
+from penstock.nn import native
 from penstock.nn.checkpoint import INDEX
-from penstock.nn.loader import load_model
+from penstock.nn.linear import Linear
+from penstock.nn.loader import LARGE_PAGE, load_model
 from penstock.nn.models import MODELS
 from penstock.service.checkpoint import DEMO
 from tests.helpers.checkpoints import write_checkpoint
@@ -239,6 +242,24 @@ def indexed(folder: Path, weight_map: object) -> None:
 def test_an_index_stays_in_its_folder(folder: Path, name: str) -> None:
     indexed(folder, {"model.norm.weight": name})
     assert str(folder / INDEX) in refused(folder)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="no kernels")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here")
+def test_large_pages_hold_small_weights() -> None:
+    model = load_model(DEMO, CPU, quantization="int4").model
+    weights = [p for m in model.modules() if isinstance(m, Linear) for p in m.parameters()]
+    assert sum(p.nbytes < LARGE_PAGE for p in weights) > 8
+    vmas = [vma.split() for vma in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())]
+    for weight in weights:
+        first, last = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+        (own,) = (vma for vma in vmas if (span := _span(vma[0])).start <= first < span.stop)
+        assert last <= _span(own[0]).stop
+        assert "hg" in own[own.index("VmFlags:") :]
+
+
+def _span(text: str) -> range:
+    return range(*(int(end, 16) for end in text.split("-")))
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, {"a": 1}, "x"])
