@@ -82,6 +82,8 @@ class BeamSearchParams:
     early_stopping: bool | Literal["never"] = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest naming the first wrong field."""
@@ -457,6 +459,8 @@ class _Job:
         """What a step brought one of its sequences. Returns whether that has ended."""
         self.output.cached_tokens = max(self.output.cached_tokens, output.cached_tokens)
         ended = False
+        if output.hypotheses is not None:
+            del self.output.outputs[len(output.hypotheses) :]  # no more may follow
         for index, own in outputs_of(self.index[output.request_id], output):
             delta, result = self.streams[index].feed(own), self.output.outputs[index]
             if delta.prompt_logprobs is not None:

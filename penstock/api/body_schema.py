@@ -341,7 +341,6 @@ def _conditions(model: type[Body]) -> list[Schema]:
     empty = {"anyOf": [NULL, {"type": "object", "maxProperties": 0}]}
     with_beams = {name: {"enum": [None, *_json(unused)]} for name, unused in NOT_WITH_BEAMS.items()}
     without = {name: {"enum": [None, *_json(unused)]} for name, unused in BEAMS_ONLY.items()}
-    with_beams["response_format"] = {"anyOf": [NULL, _formats()[0]]}
     if issubclass(model, ChatBody):
         with_beams["top_logprobs"] = {"anyOf": [NULL, {"type": "integer", "minimum": 0}]}
     found = [

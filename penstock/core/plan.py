@@ -30,11 +30,13 @@ class Branches:
         width: rows that a step has at most.
         blocks: ids of the blocks of the region, in order, as `SequenceStep` has them; the places of this step are in
             them.
+        outputs: of each beam all tokens after the prompt; nothing where these do not matter for what may follow.
     """
 
     rows: Sequence[Sequence[int]]
     width: int
     blocks: Sequence[int]
+    outputs: Sequence[Sequence[int]] = ()
 
 
 @dataclass(slots=True)  # one for every sequence of every step, and a frozen one takes four times as long to make
@@ -55,14 +57,15 @@ class SequenceStep:
         params, seed: how to draw.
         generated: with `sample`, and only where it matters for what is drawn, beyond what the model computes: all of
             the output so far but drafts; the last as in `tokens`, until the runner puts the real one in its place.
+            Before the first step of `branches`, which have it themselves, nothing.
         prompt: all tokens before the output.
         ahead: blocks that were set aside for positions after these, in order: likely to be written in the next step.
-        stop_ids: with `generated`: token ids that end the output.
-        bad_words: with `generated`: token sequences that the output never completes.
+        stop_ids: with `generated`, or `outputs` of branches: token ids that end the output.
+        bad_words: likewise: token sequences that the output never completes.
         targets: what follows each of the first `len(targets)` of `tokens` in the prompt: their log-probabilities are
             wanted.
-        candidates: where no token is sampled but so many of the likeliest are wanted: of the last row, or of every one
-            of `branches`; all when there are fewer.
+        candidates: where no token is sampled but so many of the likeliest that may follow are wanted: of the last row,
+            or of every one of `branches`; all when there are fewer.
         branches: of a beam search after its prompt: `tokens` are all at position `start`, one for each beam, and
             `blocks` are the prompt's alone.
         pool: what to bring in `StepResult.pooled`: the hidden state of the last token, or the sum of all. None is

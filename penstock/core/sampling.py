@@ -33,13 +33,8 @@ NOT_WITH_BEAMS: dict[str, object] = {
     "repetition_penalty": 1.0,
     "logit_bias": {},
     "stop": (),
-    "min_tokens": 0,
-    "bad_words": (),
-    "allowed_token_ids": None,
     "prompt_logprobs": None,
     "logprob_token_ids": None,
-    "structured_outputs": None,
-    "thinking": None,
 }
 BEAMS_ONLY: dict[str, object] = {"length_penalty": 1.0, "early_stopping": False}
 
@@ -255,8 +250,7 @@ class SamplingParams:
         for name, unused in NOT_WITH_BEAMS.items():
             value = getattr(self, name)
             if value != unused:
-                shown = "given" if name in ("structured_outputs", "thinking") else _short(value)
-                raise InvalidRequest(f"{name}: {shown}, allowed only without use_beam_search: true", name)
+                raise InvalidRequest(f"{name}: {_short(value)}, allowed only without use_beam_search: true", name)
         if self.logprobs == ALL_LOGPROBS:
             raise InvalidRequest("logprobs: -1, allowed with use_beam_search: true is 0 to 20", "logprobs")
 

@@ -49,6 +49,14 @@ class RowMasks:
     masks: Tensor
     stuck: dict[int, str]
 
+    def part(self, first: int, end: int) -> RowMasks | None:
+        """Of the rows [first, end), which are counted from `first` on; None where none of them is masked."""
+        there = torch.nonzero((self.rows >= first) & (self.rows < end))[:, 0]
+        if not len(there):
+            return None
+        stuck = {row - first: why for row, why in self.stuck.items() if first <= row < end}
+        return RowMasks(self.rows[there] - first, self.masks[there], stuck)
+
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
@@ -107,14 +115,15 @@ class Masks:
         """A step begins, and perhaps requests with it. Grammars are followed, and compiled, beside its forward pass.
 
         Args:
-            rows: after which tokens are drawn, with all of `generated` known (`sampling.each_row`).
+            rows: after which tokens are drawn, or candidates wanted, with all of `generated` known
+                (`sampling.each_row`, `beam_rows`).
         """
         self.forget(plan.released)
         guided = False
         for step in plan.sequences:
             wanted = step.params.structured_outputs
             if wanted is not None:
-                guided |= step.sample > 0
+                guided |= step.sample > 0 or step.candidates > 0
                 if step.request_id not in self.states:
                     self.states[step.request_id] = self._compiler.submit(self._compile, wanted)
         if not guided:

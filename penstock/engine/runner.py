@@ -19,11 +19,12 @@ from penstock.core.stop import Interrupted, Stop
 from penstock.engine.cache import KVCache
 from penstock.engine.drafting import draft
 from penstock.engine.executor.base import MaskCosts
-from penstock.engine.masks import Masks, PendingMasks
+from penstock.engine.masks import Masks, RowMasks
 from penstock.engine.media import MediaEmbeddings
 from penstock.engine.sampling import (
     NOT_FINITE,
     Drawn,
+    beam_rows,
     each_row,
     filled,
     likeliest,
@@ -217,15 +218,19 @@ class Runner:
             kept = batch.keep(kept)
         masks = None  # begun as late as can be: another thread works them out, and this one needs the interpreter
         if any(map(_steered, plan.sequences)) or (plan.released and self._masks.states):
-            masks = self._masks.begin(plan, self._each_row(plan.sequences))
+            masks = self._masks.begin(plan, [*self._each_row(plan.sequences), *_beam_rows(plan.sequences)])
         hidden = self._forward(batch, stop)
+        allowed = None if masks is None else self._masks.end(masks, self.device)
         wrong: set[int] = set()  # rows that are no numbers: then their logits are none
         steps = list(zip(plan.sequences, kept, strict=True))
         sampled = [s for s, _ in steps if s.sample]
         result, ids = StepResult([], []), None
         if sampled:
             last = [row for s, own in steps if s.sample for row in own[-s.sample :]]
-            drawn = self._draw(_rows(hidden, last), sampled, masks, self.computing if waits else _nothing)
+            rows = self._each_row(sampled) if masks is None else masks.rows[: len(last)]
+            whole = masks is None or len(masks.rows) == len(last)
+            own = allowed if allowed is None or whole else allowed.part(0, len(last))
+            drawn = self._draw(_rows(hidden, last), rows, own, self.computing if waits else _nothing)
             self._sampled, self._ids, result = drawn.tokens, drawn.ids, drawn.result(sampled)
             ids = drawn.tokens
         if self.model.draft_head is not None:
@@ -233,8 +238,8 @@ class Runner:
             result = replace(result, proposed=found)
         if scored := {s.request_id: self._score(hidden, s, rows, wrong) for s, rows in steps if s.targets}:
             result = replace(result, prompt_logprobs=scored)
-        if likely := {s.request_id: self._candidates(hidden, s, rows, wrong) for s, rows in steps if s.candidates}:
-            result = replace(result, candidates=likely)
+        if any(s.candidates for s in plan.sequences):
+            result = self._with_candidates(result, hidden, steps, allowed, wrong)
         if pooled := {s.request_id: _pooled(hidden, s, rows, wrong) for s, rows in steps if s.pool}:
             result = replace(result, pooled=pooled)
         if not wrong:
@@ -248,13 +253,11 @@ class Runner:
     def _draw(
         self,
         hidden: Tensor,
-        steps: list[SequenceStep],
-        masks: PendingMasks | None,
+        rows: Sequence[SequenceStep],
+        allowed: RowMasks | None,
         launched: Callable[[], None],
     ) -> Drawn:
         """One token per row; from logits only where these are needed."""
-        rows = self._each_row(steps) if masks is None else masks.rows
-        allowed = None if masks is None else self._masks.end(masks, self.device)
         how = plain_sampling(rows)
         masked = None if allowed is None else (allowed.rows, allowed.masks)
         tokens = None if how is None else self.model.choose(hidden, how, masked)
@@ -262,14 +265,38 @@ class Runner:
             return sample(self.model.logits(hidden), rows, allowed, launched)
         return Drawn(tokens, tokens.tolist(), stuck={} if allowed is None else allowed.stuck)
 
-    def _candidates(
-        self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]
-    ) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens after each beam, or after the prompt; rows that are no numbers go to `wrong`."""
-        first = rows.start if step.branches is not None else rows[-1]
-        logits = self.model.logits(hidden[first : rows.stop])
-        wrong |= {first + i for i in _not_finite(logits)}
-        return likeliest(logits, step.candidates)
+    def _with_candidates(
+        self,
+        result: StepResult,
+        hidden: Tensor,
+        steps: Sequence[tuple[SequenceStep, range]],
+        allowed: RowMasks | None,
+        wrong: set[int],
+    ) -> StepResult:
+        """With the likeliest tokens after each beam, or after a prompt; rows that are no numbers go to `wrong`. A beam
+        after which no token may come brings none, and a search all of whose beams are such is broken.
+
+        Args:
+            allowed: of the rows that are drawn, and then of these.
+        """
+        masked = sum(step.sample for step, _ in steps)  # rows of `allowed` before those of a search
+        candidates, broken = {}, dict(result.broken)
+        for step, rows in steps:
+            if not step.candidates:
+                continue
+            first = rows.start if step.branches is not None else rows[-1]
+            logits, count = self.model.logits(hidden[first : rows.stop]), rows.stop - first
+            wrong |= {first + i for i in _not_finite(logits)}
+            own = None if allowed is None else allowed.part(masked, masked + count)
+            masked += count
+            found = likeliest(logits, step.candidates, own)
+            if own is not None and own.stuck:
+                for row in own.stuck:
+                    found[row] = []
+                if not any(found):
+                    broken[step.request_id] = next(iter(own.stuck.values()))
+            candidates[step.request_id] = found
+        return replace(result, candidates=candidates, broken=broken)
 
     def _score(self, hidden: Tensor, step: SequenceStep, rows: range, wrong: set[int]) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens, one for each target; rows that are no numbers go to `wrong`."""
@@ -299,10 +326,15 @@ def _nothing() -> None:
     pass
 
 
+def _beam_rows(steps: Iterable[SequenceStep]) -> list[SequenceStep]:
+    return [row for step in steps if step.candidates for row in beam_rows(step)]
+
+
 def _steered(step: SequenceStep) -> bool:
     """Whether not every token may be drawn, now or later."""
     p = step.params
-    return step.generated is not None or p.structured_outputs is not None or p.allowed_token_ids is not None
+    known = step.generated is not None or (step.branches is not None and bool(step.branches.outputs))
+    return known or p.structured_outputs is not None or p.allowed_token_ids is not None
 
 
 def _wanted(step: SequenceStep, rows: range) -> range:

@@ -52,6 +52,14 @@ def each_row(step: SequenceStep, before: Sequence[int]) -> list[SequenceStep]:
     ]
 
 
+def beam_rows(step: SequenceStep) -> list[SequenceStep]:
+    """The same of one that brings `candidates`: for each beam, or for the prompt, with all that it has come to."""
+    if step.branches is None:
+        return [step]
+    outputs: Sequence[Sequence[int] | None] = step.branches.outputs or [None] * len(step.tokens)
+    return [replace(step, branches=None, generated=None if output is None else list(output)) for output in outputs]
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """What was drawn after each row.
@@ -172,22 +180,27 @@ def score(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprob
     return _reports(logits.log_softmax(-1), targets, top)
 
 
-def likeliest(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+def likeliest(logits: Tensor, count: int, allowed: RowMasks | None = None) -> list[list[tuple[int, float]]]:
     """For each row (token, log-probability) of its `count` likeliest tokens, in falling order; all if there are fewer.
 
     Equal ones come by their ids, whatever order a device finds them in; so do those of which only some are wanted.
 
     Args:
-        logits: [rows, vocab] float32, from the model.
+        logits: [rows, vocab] float32, from the model; changed in place where not all are allowed.
+        allowed: which tokens count; their log-probabilities are among all.
     """
     count = min(count, logits.shape[-1])
+    total = logits.logsumexp(-1, keepdim=True)
+    if allowed is not None:
+        ops.mask_logits(logits, allowed.rows, allowed.masks)
     best = logits.topk(count)
     least = best.values[:, -1:]
-    crowded = torch.nonzero((logits >= least).sum(-1) > count)[:, 0].tolist()  # more than `count` are as likely
-    logprobs = best.values - logits.logsumexp(-1, keepdim=True)
+    more = ((logits >= least).sum(-1) > count) & (least[:, 0] > -torch.inf)
+    crowded = torch.nonzero(more)[:, 0].tolist()  # more than `count` are as likely
+    logprobs = best.values - total
     columns = zip(best.values.tolist(), best.indices.tolist(), logprobs.tolist(), strict=True)
     ranked = [sorted(zip(*column, strict=True), key=lambda entry: (-entry[0], entry[1])) for column in columns]
-    found = [[(token, logprob) for _, token, logprob in row] for row in ranked]
+    found = [[(token, logprob) for value, token, logprob in row if value > -torch.inf] for row in ranked]
     for row in crowded:
         surely = int((logits[row] > least[row]).sum())
         equal = torch.nonzero(logits[row] == least[row])[:, 0].tolist()

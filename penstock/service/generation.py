@@ -239,10 +239,22 @@ class Generation:
 
     def receive(self, index: int, output: TokenOutput, now: float) -> None:
         """What a step brought the sequence of an output."""
+        if output.hypotheses is not None:
+            self._leave_out(index, len(output.hypotheses))
         for i, own in outputs_of(index, output):
             if self._error is None:  # the output before may have exceeded the client's buffer
                 self._receive(i, own, now)
         self._tell()
+
+    def _leave_out(self, index: int, found: int) -> None:
+        """Outputs for which a beam search has nothing, as no more may follow its prompt."""
+        part = self._parts[index // self._params.n]
+        for stream in part.streams[found:]:
+            stream.finished = True
+        part.open -= len(part.streams[found:])
+        self._open -= len(part.streams[found:])
+        if part.outputs is not None:
+            del part.outputs[found:]
 
     def _tell(self) -> None:
         if self._wake is not None and not self._wake.done():

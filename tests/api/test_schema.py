@@ -196,11 +196,6 @@ def test_formats_are_structured_outputs() -> None:
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs: given, allowed only without response_format",
         ),
-        (
-            {"response_format": {"type": "json_object"}, "use_beam_search": True},
-            "response_format: given, allowed only without use_beam_search",
-        ),
-        ({"structured_outputs": {"regex": "a"}, "use_beam_search": True}, "structured_outputs: given, allowed only"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: regex and choice, exactly one"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice: ''"),
         ({"structured_outputs": 3}, "structured_outputs: 3, allowed is an object"),
@@ -351,8 +346,8 @@ def test_a_beam_search_is_what_the_engine_is_told() -> None:
     ("field", "value"),
     [
         ("stream", True), ("presence_penalty", 1), ("frequency_penalty", 0.5), ("repetition_penalty", 1.1),
-        ("logit_bias", {"1": 1}), ("stop", "x"), ("min_tokens", 1), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
-        ("prompt_logprobs", 0), ("length_penalty", 17), ("length_penalty", -17), ("length_penalty", math.inf),
+        ("logit_bias", {"1": 1}), ("stop", "x"), ("prompt_logprobs", 0),
+        ("length_penalty", 17), ("length_penalty", -17), ("length_penalty", math.inf),
         ("early_stopping", 1), ("early_stopping", "always"), ("n", 129), ("logprobs", -1),
     ],
 )  # fmt: skip
@@ -365,6 +360,14 @@ def test_what_contradicts_a_beam_search_is_named(field: str, value: Any) -> None
 def test_what_a_model_would_have_tokens_sampled_by_does_not_contradict_it() -> None:
     found = params({"repetition_penalty": 1.05, "top_p": 0.8}, use_beam_search=True, n=2)
     assert found.repetition_penalty == 1.0
+
+
+def test_what_masks_tokens_does_not_contradict_it_either() -> None:
+    masks = {"min_tokens": 2, "bad_words": ["x"], "allowed_token_ids": [1], "structured_outputs": {"regex": "a"}}
+    found = params(use_beam_search=True, n=2, **masks)
+    assert (found.min_tokens, found.bad_words, found.allowed_token_ids) == (2, ("x",), (1,))
+    found = params(use_beam_search=True, n=2, response_format={"type": "json_object"})
+    assert found.structured_outputs is not None
 
 
 def test_an_echo_with_logprobs_contradicts_it() -> None:

@@ -43,6 +43,10 @@ SPECIAL = {
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "max_tokens": 10},
     "bias": {"logit_bias": {7: 5.0, 9: -100.0}, "allowed_token_ids": tuple(range(5, 200)), "max_tokens": 10},
     "beams": {"n": 2, "use_beam_search": True, "max_tokens": 8},
+    "beams of some": {
+        **{"n": 3, "use_beam_search": True, "max_tokens": 9, "early_stopping": "never"},
+        **{"allowed_token_ids": tuple(range(0, 200, 3)), "min_tokens": 4, "stop_ids": range(0, 320, 9)},
+    },
 }
 
 

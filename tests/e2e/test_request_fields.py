@@ -143,12 +143,27 @@ def test_beam_search(post):
     assert all(choice["message"]["content"] for choice in talk["choices"])
 
 
+def test_a_beam_search_of_what_is_valid(post):
+    ask = {"n": 4, "max_tokens": 12, "use_beam_search": True}
+    items = ["import os", "import sys", "from os import path"]
+    found = post(prompt=LONG, structured_outputs={"choice": items}, **(ask | {"n": 40}))["choices"]
+    assert {choice["text"] for choice in found} == {*items}
+    assert [choice["index"] for choice in found] == list(range(len(found)))
+    best = post(prompt=LONG, structured_outputs={"choice": items}, **ask)["choices"]
+    assert {choice["text"] for choice in best} <= {*items}
+    word = {"type": "json_schema", "json_schema": {"name": "w", "schema": {"enum": ["yes", "no"]}}}
+    talk = post("chat/completions", messages=[{"role": "user", "content": "Well?"}], response_format=word, **ask)
+    said = {choice["message"]["content"] for choice in talk["choices"]}
+    assert said
+    assert said <= {'"yes"', '"no"'}
+
+
 @pytest.mark.parametrize(
     ("field", "more"),
     [
         ("n", {"n": 129}),
         ("max_tokens", {"n": 60, "max_tokens": 4000}),
-        ("min_tokens", {"min_tokens": 2}),
+        ("logit_bias", {"logit_bias": {"1": 2}}),
         ("stop", {"stop": ["x"]}),
     ],
 )

@@ -1,6 +1,7 @@
 """Beam search on real, tiny models: what transformers finds, and the same whoever else is there."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,17 +91,25 @@ def test_without_a_stop_token_it_finds_what_transformers_finds(models, name, len
         assert sums == pytest.approx(out.sequences_scores.tolist(), abs=CLOSE)
 
 
-def by_hand(theirs, tokens, width, max_tokens, stops, penalty):
-    """As vLLM searches, over transformers' own log-probabilities: [(tokens, sum)], the best first."""
+def by_hand(theirs, tokens, width, max_tokens, stops, penalty, may=lambda path, token: True):
+    """As vLLM searches, over transformers' own log-probabilities: [(tokens, sum)], the best first.
+
+    Args:
+        may: whether a token may follow.
+    """
     live, ended = [([], 0.0)], []
     for _ in range(max_tokens):
         with torch.inference_mode():
             logits = theirs(torch.tensor([tokens + path for path, _ in live])).logits[:, -1].float()
-        top = logits.log_softmax(-1).topk(2 * width)
+        logprobs = logits.log_softmax(-1)
+        for row, (path, _) in zip(logprobs, live, strict=True):
+            row[[token for token in range(len(row)) if not may(path, token)]] = -torch.inf
+        top = logprobs.topk(2 * width)
         grown = [
             ([*path, token], cumulative + logprob)
             for (path, cumulative), ids, values in zip(live, top.indices.tolist(), top.values.tolist(), strict=True)
             for token, logprob in zip(ids, values, strict=True)
+            if logprob > -torch.inf
         ]
         ended += [one for one in grown if one[0][-1] in stops]
         live = sorted((one for one in grown if one[0][-1] not in stops), key=lambda one: -one[1])[:width]
@@ -124,6 +133,70 @@ def test_with_stop_tokens_it_finds_what_is_found_by_hand(models, penalty):
         assert h.stop_token == (h.tokens[-1] if h.tokens[-1] in stops else None)
         assert h.finish is (FinishReason.LENGTH if h.stop_token is None else FinishReason.STOP)
     assert any(h.finish is FinishReason.STOP for h in found), "no stop token was met"
+
+
+def with_bad_words(request, *words):
+    return replace(request, bad_words=words)
+
+
+STOPS = set(range(0, 320, 9))
+MASKS = {
+    "allowed": ({"allowed_token_ids": tuple(range(0, 320, 3))}, (), lambda path, token: token % 3 == 0),
+    "fewer than are looked at": ({"allowed_token_ids": (5, 9, 77)}, (), lambda path, token: token in (5, 9, 77)),
+    "least": ({"min_tokens": 5}, (), lambda path, token: len(path) >= 5 or token not in STOPS),
+    "words": ({}, ((7,), (8, 10)), lambda path, token: token != 7 and [*path[-1:], token] != [8, 10]),
+    "thinking": (
+        {"thinking": {"end": [7], "budget": 3}},
+        (),
+        lambda path, token: token == 7 if len(path) == 3 and 7 not in path else True,
+    ),
+    "all": (
+        {"allowed_token_ids": tuple(range(64)), "min_tokens": 3},
+        ((7,), (10, 12)),
+        lambda path, token: (
+            token < 64 and (len(path) >= 3 or token not in STOPS) and token != 7 and [*path[-1:], token] != [10, 12]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("mode", [{}, {"address_mode": "table", "budget": 16}])
+def test_only_what_may_follow_is_searched(models, masks, mode):
+    ours, theirs = models("qwen3")
+    tokens, (params, words, may) = prompt(50), MASKS[masks]
+    more = params | {"stop_ids": STOPS, "length_penalty": 1.0, "early_stopping": "never"}
+    request = with_bad_words(asked("r", tokens, 4, 12, **more), *words)
+    beside = [make_request("sampled", prompt(30, 2), temperature=1.0, max_tokens=9, allowed_token_ids=(3, 4, 5))]
+    beside += [asked("free", prompt(40, 3), 3, 8), make_request("plain", prompt(20, 4), max_tokens=9)]
+    found = finish(make_engine(ours, **mode), *beside, request)
+    expected = by_hand(theirs, tokens, 4, 12, STOPS, 1.0, may)
+    assert [h.tokens for h in found["r"]] == [path for path, _ in expected]
+    assert [h.cumulative_logprob for h in found["r"]] == pytest.approx([total for _, total in expected], abs=CLOSE)
+    assert {*found["sampled"]} <= {3, 4, 5}
+    for one in beside:
+        alone = finish(make_engine(ours), one)[one.id]
+        if one.id == "free":
+            agree(found["free"], alone)
+        else:
+            assert found[one.id] == alone
+
+
+def test_beams_after_which_nothing_may_come_are_left_and_a_search_without_others_ends_with_an_error(models):
+    ours, _ = models("qwen3")
+    only = {"allowed_token_ids": (5, 9), "length_penalty": 0.0}
+    # behind a 5 there is nothing
+    some = with_bad_words(asked("some", prompt(30), 4, 6, **only), (5, 5), (5, 9))
+    assert [h.tokens for h in finish(make_engine(ours), some)["some"]] == [[9] * 6, [9] * 5 + [5]]
+    none = with_bad_words(asked("none", prompt(30), 4, 6, **only), (5,), (9, 5), (9, 9))
+    engine = make_engine(ours)
+    engine.add(none)
+    ends = {}
+    while engine.has_work:
+        ends |= {o.request_id: o.finish for o in engine.step()[0] if o.finish is not None}
+        engine.check()
+    assert ends == {"none": FinishReason.ERROR}
+    assert engine.scheduler.pool.used == 0
 
 
 def test_logprobs_are_those_of_the_chosen_tokens(models):

@@ -178,6 +178,24 @@ async def test_the_results_of_a_beam_search_are_its_outputs(line: Any) -> None:
     assert written.get("tpot") is None
 
 
+@pytest.mark.anyio
+async def test_a_beam_search_that_finds_less_than_was_asked_for_is_over() -> None:
+    owner = Owner()
+    params = SamplingParams(n=4, use_beam_search=True, max_tokens=9, allowed_token_ids=(50, 51))
+    generation = Generation(cast(Any, owner), params, owner.clock.now(), "m")
+    for name in ("q", "r"):
+        stop = frozenset([51])
+        generation.add(name, [Request(id=name, prompt=[5], params=params, seed=1, stop_ids=stop, max_tokens=9)])
+    for index, name in ((4, "r"), (0, "q")):
+        found = [Hypothesis([50] * count, None, FinishReason.STOP, None, -count) for count in (1, 2)]
+        output = TokenOutput(name, [], finish=FinishReason.STOP, hypotheses=found)
+        generation.receive(index, output, owner.clock.now())
+    assert [(d.index, d.tokens) for d in await generation.whole()] == [
+        (0, [50]), (1, [50, 50]), (4, [50]), (5, [50, 50]),
+    ]  # fmt: skip
+    assert generation._open == 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3), st.lists(st.integers(), max_size=3)), min_size=1))
 def test_merging_keeps_every_outputs_text_and_tokens(parts: list[tuple[int, str, list[int]]]) -> None:
     merged = merge([Delta(index, text, list(tokens)) for index, text, tokens in parts])

@@ -89,7 +89,8 @@ class BeamSearch:
     def advance(self, candidates: Items[Candidates]) -> None:
         """
         Args:
-            candidates: of each live beam, at first of the prompt alone: at least the `looked_at` likeliest, or all.
+            candidates: of each live beam, at first of the prompt alone: at least the `looked_at` likeliest that may
+                follow, or all.
         """
         assert not self.over
         assert len(candidates) == max(1, len(self.live))
@@ -107,7 +108,7 @@ class BeamSearch:
             self._end()
 
     def results(self) -> list[Hypothesis]:
-        """The best first, `width` of them if the vocabulary has as many tokens."""
+        """The best first, `width` of them if as many may follow."""
         assert self.over
         return [hypothesis for _, hypothesis in self._finished]
 
@@ -220,26 +221,30 @@ class BeamGroup(Sequence):
 
     def step(self, count: int, drafts: Items[int] = ()) -> SequenceStep:
         assert not drafts, "beams are not drafted for"
-        search, prompt = self.search, self.request.prompt
+        search, request = self.search, self.request
         if not search.live:
             step = super().step(count)
             step.candidates = self._candidates if step.sample else 0
             step.sample = 0
             return step
-        first = blocks_for(len(prompt)) * self.groups
+        first = blocks_for(len(request.prompt)) * self.groups
         blocks = tuple(self.blocks)
         rows = [beam.rows for beam in search.live]
+        guided = self.steered or search.length < request.params.min_tokens
+        outputs = [[each.token for each in beam.path()] for beam in search.live] if guided else ()
         return SequenceStep(
             self.id,
             self.computed,
             [beam.token for beam in search.live],
             blocks[:first],
             0,
-            self.request.params,
-            self.request.seed,
+            request.params,
+            request.seed,
+            stop_ids=request.stop_ids if guided else (),
+            bad_words=request.bad_words if guided else (),
             candidates=self._candidates,
-            branches=Branches(rows, self.rows, blocks[first:]),
-            media=self.request.media,
+            branches=Branches(rows, self.rows, blocks[first:], outputs),
+            media=request.media,
         )
 
     @property
