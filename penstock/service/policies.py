@@ -30,6 +30,7 @@ from penstock.sched.cluster.group_balance import GroupBalance
 from penstock.sched.cluster.hfx_scaling import HFXScaling
 from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
 from penstock.sched.cluster.pull import Pull
+from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
 from penstock.sched.cluster.scaling import Bounded, Sizing
 from penstock.sched.cluster.unified_scaling import UnifiedScaling
 from penstock.sched.cluster.xllm import make_xllm
@@ -170,6 +171,7 @@ BUNDLES = {
     "hfx": _HFX,
     "hfx_scaling": scaled(_HFX, HFXScaling),
     "rtp_llm": dispatched(DISPATCH["rtp_llm"]),
+    "rtp_llm_score": dispatched(make_rtp_llm_score),
     "epd": Bundle(make=_epd, moves=True),
     "unified": _UNIFIED,
     "unified_scaling": scaled(_UNIFIED, UnifiedScaling),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from penstock.sched.cluster import Colocated, Immediate
 from penstock.sched.cluster.colocation import Colocation
 from penstock.sched.cluster.dispatch import LeastLoaded
-from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
 from penstock.sched.local import LOCAL_POLICIES
 from penstock.service.policies import BUNDLES, Bundle, Circumstances, Policies, dispatched, scaled
 from penstock.sim.baselines.aladdin import Aladdin
@@ -31,7 +30,6 @@ BASELINES = {
     "threshold_scaling": scaled(BUNDLES["least_loaded"], ThresholdScaling),
     "separate": _colocated(Separate),
     "online_first": _colocated(OnlineFirst),
-    "rtp_llm_score": dispatched(make_rtp_llm_score),
     "scorpio": dispatched(Scorpio),
     "aladdin": dispatched(Aladdin),
     "annealing": dispatched(Annealing),
