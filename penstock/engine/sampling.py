@@ -56,7 +56,7 @@ def beam_rows(step: SequenceStep) -> list[SequenceStep]:
     """The same of one that brings `candidates`: for each beam, or for the prompt, with all that it has come to."""
     if step.branches is None:
         return [step]
-    outputs = step.branches.outputs or [None] * len(step.tokens)
+    outputs: Sequence[Sequence[int] | None] = step.branches.outputs or [None] * len(step.tokens)
     return [replace(step, branches=None, generated=None if output is None else list(output)) for output in outputs]
 
 
