@@ -38,9 +38,9 @@ from penstock.core.clock import RunningClock
 from penstock.core.errors import PenstockError
 from penstock.core.garbage import collect_rarely
 from penstock.core.heartbeat import keep_beating
+from penstock.core.service_level import Bounds
 from penstock.obs.logs import setup_logging
 from penstock.sched.cluster import SlowInstances
-from penstock.sched.cluster.priority_slo import Bounds
 from penstock.service.policies import BUNDLES, Circumstances
 from penstock.service.registry import LocalRegistry
 from penstock.service.session import FleetLimits

@@ -23,3 +23,19 @@ class ServiceLevel:
 
 
 NO_LEVEL = ServiceLevel()
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Of a target, in seconds."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of the targets of one priority."""
+
+    ttft: Range
+    tpot: Range

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.parallel import Layout
+from penstock.core.service_level import Bounds
 from penstock.service.supervisor import RestartPolicy
 
 if TYPE_CHECKING:  # the first engine waits for what is imported here
     from penstock.core.wire.engine import Role
-    from penstock.sched.cluster.priority_slo import Bounds
 
 DEFAULT_POLICY = "unified"
 LEASE = 5.0  # seconds of silence that end a hand-off, by default

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.core.parallel import DATA, EXPERTS
-from penstock.sched.cluster.priority_slo import Bounds, Range
+from penstock.core.service_level import Bounds, Range
 from penstock.service.deployment import (
     ADOPTED,
     DEFAULT_POLICY,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from penstock.core.service_level import Bounds
 from penstock.core.wire.engine import MediaRoute
 from penstock.sched.cluster import (
     DISPATCH,
@@ -28,7 +29,7 @@ from penstock.sched.cluster.elastic_roles import ElasticRoles
 from penstock.sched.cluster.epd_profiler import EPDProfiler
 from penstock.sched.cluster.group_balance import GroupBalance
 from penstock.sched.cluster.hfx_scaling import HFXScaling
-from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping
+from penstock.sched.cluster.priority_slo import PriorityMapping
 from penstock.sched.cluster.pull import Pull
 from penstock.sched.cluster.rtp_llm import make_rtp_llm_score
 from penstock.sched.cluster.scaling import Bounded, Sizing

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from penstock.core.errors import ConfigError
+from penstock.core.service_level import Bounds, Range
 from penstock.sched.cluster import Random
-from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.service.policies import Circumstances
 from penstock.sim.baselines import POLICIES
 from penstock.sim.bound import reusable_by_request

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.sched.cluster.priority_slo import Bounds, PriorityMapping, Range
+from penstock.core.service_level import Bounds, Range
+from penstock.sched.cluster.priority_slo import PriorityMapping
 
 CLASSES = range(4)
 BOUNDS = {p: Bounds(Range(0.5 * (p + 1), 1.0 * (p + 1)), Range(0.05 * (p + 1), 0.1 * (p + 1))) for p in CLASSES}

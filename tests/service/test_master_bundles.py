@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from penstock.core.service_level import Bounds, Range
 from penstock.core.wire.engine import SetRole
 from penstock.core.wire.master import (
     Begun,
@@ -18,7 +19,6 @@ from penstock.core.wire.master import (
     Relocate,
     Settled,
 )
-from penstock.sched.cluster.priority_slo import Bounds, Range
 from penstock.sched.steptime import DEVICES, GEOMETRIES
 from penstock.service.events import FromEngine, FromFrontend, ToEngine, ToFrontend
 from penstock.service.flight import peers_of

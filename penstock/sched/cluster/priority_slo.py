@@ -21,24 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
+from penstock.core.service_level import Bounds, Range
 
 WINDOW = 512  # completed sequences
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Of a target, in seconds."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Of the targets of one priority."""
-
-    ttft: Range
-    tpot: Range
 
 
 class PriorityMapping:
