@@ -262,7 +262,7 @@ def test_plans_arrive_as_they_were():
         bad_words=[(1, 2), (3,)],
         targets=[8],
         candidates=4,
-        branches=Branches([[0, 1], [1, 1]], 3, [7, 8]),
+        branches=Branches([[0, 1], [1, 1]], 3, [7, 8], [[5, 6], [5, 7]]),
         pool="mean",
         following=7,
         proposes=3,
