@@ -243,9 +243,14 @@ def meets_ipv6(settings: dict[str, Any]) -> bool:
 def open_way(
     settings: dict[str, Any], incarnation: int, built: Built | BuiltModelled, stack: ExitStack
 ) -> KVTransport | None:
-    """The transport to other engines, closed at the end; None without, and where blocks are on a CUDA device."""
+    """The transport to other engines, closed at the end; None without, and where blocks are on a CUDA device. Raises
+    ConfigError where the role needs one."""
     way = settings.get("transport")
-    if way is None or built.pool is None:  # which device it is, where none is named, is known here first
+    if way is None:
+        return None
+    if built.pool is None:  # which device it is, where none is named, is known here first
+        if (role := settings["role"]) != "any":
+            raise ConfigError(f"role: {role!r}, on a CUDA device, which hands nothing over yet, allowed is any", "role")
         return None
     from penstock.transfer.transports import open_transport
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.cli.engine import MOONCAKE, meets_ipv6, open_way, preset_mooncake
+from penstock.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -47,4 +48,7 @@ def test_blocks_on_a_device_have_no_way_to_others():
     """Whether it is one is not known to who starts an engine without a device."""
     way = {"kind": "shared", "address": "unix:/nowhere", "tls": None, "faults": None}
     with ExitStack() as stack:
-        assert open_way({"name": "e", "transport": way}, 1, SimpleNamespace(pool=None), stack) is None
+        settings = {"name": "e", "transport": way, "role": "any"}
+        assert open_way(settings, 1, SimpleNamespace(pool=None), stack) is None
+        with pytest.raises(ConfigError, match=r"role: 'prefill', on a CUDA device, .*, allowed is any"):
+            open_way(settings | {"role": "prefill"}, 1, SimpleNamespace(pool=None), stack)
