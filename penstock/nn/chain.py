@@ -19,7 +19,7 @@ from penstock.nn.methods.packed_quantised import PackedQuantised
 from penstock.nn.methods.per_head import PerHead
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.ops import ACTIVATIONS
-from penstock.nn.ops.experts import Slots
+from penstock.nn.ops.experts import Slots, native_routing
 from penstock.nn.packed_quantised import PackedQuantisedWeight
 from penstock.nn.ranks import SharedMemoryRanks
 
@@ -190,20 +190,12 @@ class Chain:
 
     def _mixture(self, mixture: MixtureOfExperts) -> _Mixture:
         router, experts, gate = mixture.router, mixture.experts, mixture.shared_expert_gate
-        routing = router.routing
         gate_up, down = experts.gate_up_proj.stacked, experts.down_proj.stacked
         self._held += [gate_up, down, router.correction, experts.counts]
         return _Mixture(
             router=_projection(router),
             routing=_Routing(
-                None if router.correction is None else router.correction.data_ptr(),
-                routing.count,
-                routing.top_k,
-                routing.scoring == "sigmoid",
-                routing.groups,
-                routing.kept_groups,
-                routing.renormalised,
-                routing.scale,
+                None if router.correction is None else router.correction.data_ptr(), *native_routing(router.routing)
             ),
             gate_up=gate_up.slots,
             down=down.slots,

@@ -155,23 +155,18 @@ def _route_reference(logits: Tensor, correction: Tensor | None, routing: Routing
 
 def _route_native(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
-    rows, count = logits.shape
+    rows = len(logits)
     experts, weights = torch.empty(rows, routing.top_k, dtype=torch.int64), torch.empty(rows, routing.top_k)
-    function("penstock_route", "pnpnnnnnnfpp")(
-        logits.data_ptr(),
-        rows,
-        None if correction is None else correction.data_ptr(),
-        count,
-        routing.top_k,
-        routing.scoring == "sigmoid",
-        routing.groups,
-        routing.kept_groups,
-        routing.renormalised,
-        routing.scale,
-        experts.data_ptr(),
-        weights.data_ptr(),
-    )
+    own = None if correction is None else correction.data_ptr()
+    made = experts.data_ptr(), weights.data_ptr()
+    function("penstock_route", "pnpnnnnnnfpp")(logits.data_ptr(), rows, own, *native_routing(routing), *made)
     return experts, weights
+
+
+def native_routing(routing: Routing) -> tuple[int, int, bool, int, int, bool, float]:
+    """As native/experts.h has it."""
+    chosen = routing.count, routing.top_k, routing.scoring == "sigmoid"
+    return *chosen, routing.groups, routing.kept_groups, routing.renormalised, routing.scale
 
 
 def _group_reference(experts: Tensor, count: int) -> Grouped:
