@@ -86,6 +86,7 @@ class Instance:
                 self.handoffs.lost(arrival.peer, for_good=arrival.refused)
             else:
                 self.handoffs.on(now, arrival)
+        self.handoffs.collect(now)
         self.engine.write_down()
         while plan := self.engine.begin():
             self.handoffs.started(now, plan)
