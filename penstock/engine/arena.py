@@ -21,22 +21,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from penstock.core import mappings
 from penstock.kv.ranges import Change
 
 if TYPE_CHECKING:
     from penstock.transfer.memory import PoolMemory
 
-_NONE, _READ_WRITE = 0, 1 | 2
-_SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE, _POPULATE = 0x1, 0x2, 0x10, 0x20, 0x4000, 0x8000
-
-_POPULATE_WRITE = 23  # madvise
 _PIECE = 512 << 10  # bytes: other threads' mappings wait while one is touched
-
-_libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock during calls
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Arena:
@@ -56,9 +47,9 @@ class Arena:
             self._address = ctypes.addressof(self._held)
             return
         self._fd = os.dup(memory.fd)
-        self._address = _mmap(None, self.nbytes, _NONE, _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
+        self._address = mappings.reserve(self.nbytes)
         weakref.finalize(self, _close, self._address, self.nbytes, self._fd)
-        self._place(0, 0, self.num_blocks, 0)
+        self._place(0, 0, self.num_blocks)
 
     def map(self, slot: int, block: int, count: int = 1, *, populate: bool = True) -> None:
         """Map blocks [block, block + count) to slots [slot, slot + count).
@@ -68,13 +59,12 @@ class Arena:
         """
         assert self.num_blocks <= slot <= slot + count <= self.num_blocks + self.num_slots
         assert 0 <= block <= block + count <= self.num_blocks
-        self._place(slot, block, count, _POPULATE if populate else 0)
+        self._place(slot, block, count, populate=populate)
 
     def unmap(self, slot: int, count: int = 1) -> None:
         """Unmap these slots."""
         assert self.num_blocks <= slot <= slot + count <= self.num_blocks + self.num_slots
-        start = self._address + slot * self.block_bytes
-        _mmap(start, count * self.block_bytes, _NONE, _FIXED | _PRIVATE | _ANONYMOUS | _NO_RESERVE, -1, 0)
+        mappings.displace(self._address + slot * self.block_bytes, count * self.block_bytes)
 
     def touch(self, block: int) -> None:
         """Allocate the memory of a block of the pool; its content is unchanged.
@@ -83,11 +73,11 @@ class Arena:
         """
         address, size = self._address + block * self.block_bytes, self.block_bytes
         for start in range(0, size, _PIECE):
-            if _touch(address + start, min(_PIECE, size - start)) == 0:
-                continue
-            if (number := ctypes.get_errno()) == errno.EINVAL:
+            number = mappings.touch(address + start, min(_PIECE, size - start))
+            if number == errno.EINVAL:
                 return
-            raise OSError(number, f"madvise of block {block}: {os.strerror(number)}")
+            if number:
+                raise OSError(number, f"madvise of block {block}: {os.strerror(number)}")
 
     def clear(self, slot: int) -> None:
         """Write zeros to a mapped slot."""
@@ -99,26 +89,13 @@ class Arena:
         buffer._arena = self  # type: ignore[attr-defined]
         return buffer
 
-    def _place(self, slot: int, block: int, count: int, flags: int) -> None:
-        size = self.block_bytes
-        _mmap(self._address + slot * size, count * size, _READ_WRITE, _FIXED | _SHARED | flags, self._fd, block * size)
-
-
-def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    got = _libc.mmap(address, length, protection, flags, fd, offset)
-    if got == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mmap of {length} bytes: {os.strerror(number)}")
-    return got
-
-
-def _touch(address: int, length: int) -> int:
-    status: int = _libc.madvise(address, length, _POPULATE_WRITE)
-    return status
+    def _place(self, slot: int, block: int, count: int, *, populate: bool = False) -> None:
+        address, size = self._address + slot * self.block_bytes, count * self.block_bytes
+        mappings.place(address, size, self._fd, block * self.block_bytes, writable=True, populate=populate)
 
 
 def _close(address: int, nbytes: int, fd: int) -> None:
-    _libc.munmap(address, nbytes)
+    mappings.free(address, nbytes)
     os.close(fd)
 
 

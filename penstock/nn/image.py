@@ -7,9 +7,7 @@ model was loaded.
 
 from __future__ import annotations
 
-import mmap
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.core.memory import seal
+from penstock.core.mappings import LARGE_PAGE, is_large, make_large, map_file, remove
+from penstock.core.memory import seal, total_memory
 from penstock.nn.bounded_logits import BoundedLogits, can_bound
 from penstock.nn.config import DTYPES
 from penstock.nn.models.decoder import Decoder
@@ -142,34 +141,45 @@ class Peers(Protocol):
 
 
 class Arena:
-    """Memory for a model that is about to be loaded, which becomes an image."""
+    """Memory for a model that is about to be loaded, which becomes an image. In large pages, where that can be."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
-        self._end = 0
-        self._taken: dict[int, tuple[int, mmap.mmap]] = {}  # address -> first byte, and the mapping
+        self._memory = mapped(self._fd, 0, total_memory(), writable=True, present=False)  # of addresses, so far
+        self._end = self._size = 0
+        self._taken: dict[int, int] = {}  # address -> first byte
+        self.is_large = True
 
     def take(self, like: Tensor) -> Tensor:
         """Zeros. Raises OSError or MemoryError where there is no room."""
-        size = padded(max(1, like.nbytes))
-        os.ftruncate(self._fd, self._end + size)
-        memory = mmap.mmap(self._fd, size, mmap.MAP_SHARED, offset=self._end)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
-        self._taken[tensor.data_ptr()] = self._end, memory
-        self._end += size
+        first, last = self._end, self._end + padded(max(1, like.nbytes))
+        if last > self._memory.nbytes:
+            raise MemoryError(f"weights of {last} bytes and more")
+        if last > self._size:
+            size = -(-last // LARGE_PAGE) * LARGE_PAGE
+            os.ftruncate(self._fd, size)
+            self.is_large = self.is_large and make_large(self._fd, self._size, size)
+            self._size = size
+        self._end = last
+        tensor = self._memory[first : first + like.nbytes].view(like.dtype).view(like.shape)
+        self._taken[tensor.data_ptr()] = first
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
         """It is not needed, and takes no memory any more."""
-        _, memory = self._taken.pop(tensor.data_ptr())
-        memory.madvise(mmap.MADV_REMOVE)
+        del self._taken[tensor.data_ptr()]
+        remove(tensor.data_ptr(), padded(tensor.nbytes))
 
     def image(self, key: str, model: Decoder) -> Image:
         """Of a model all of whose weights are in it. It takes no more."""
         weights = {}
         for name, tensor in parts(model).items():
-            weights[name] = NAMES[tensor.dtype], list(tensor.shape), self._taken[tensor.data_ptr()][0]
+            weights[name] = NAMES[tensor.dtype], list(tensor.shape), self._taken[tensor.data_ptr()]
+        return self.sealed(key, weights)
+
+    def sealed(self, key: str, weights: Placed) -> Image:
+        """Of weights that lie in it like this. It takes no more."""
         seal(self._fd)
         return Image(key, weights, os.dup(self._fd), 0, mapped(self._fd, 0, self._end, present=False))
 
@@ -226,18 +236,25 @@ def _matched(model: Decoder, weights: Placed, memory: Tensor) -> dict[str, Tenso
     return found
 
 
-def mapped(fd: int, start: int, size: int, *, present: bool = True) -> Tensor:
-    """Bytes of a file, read-only. Raises OSError.
+def in_large_pages(image: Image) -> Image:
+    """The same, copied where the system keeps its file in small pages and could keep it in large ones."""
+    memory = image.memory
+    if is_large(memory.data_ptr(), memory.nbytes):
+        return image
+    copy = (arena := Arena()).take(memory)
+    if not arena.is_large:
+        return image
+    copy.copy_(memory)
+    return arena.sealed(image.key, image.weights)
+
+
+def mapped(fd: int, start: int, size: int, *, writable: bool = False, present: bool = True) -> Tensor:
+    """Bytes of a file, see `mappings.map_file`. Raises OSError.
 
     Args:
-        start: where they begin, at a page.
         present: at once: the first step must not wait for pages one by one.
     """
-    populate = getattr(mmap, "MAP_POPULATE", 0) if present else 0
-    memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ, offset=start)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch knows no memory that cannot be written, and weights never are
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(map_file(fd, start, size, writable=writable, present=present), dtype=torch.uint8)
 
 
 def padded(size: int) -> int:

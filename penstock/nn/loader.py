@@ -19,8 +19,9 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.hf_config import check_finite, image_settings
+from penstock.core.mappings import LARGE_PAGE, prefer_large
 from penstock.core.parallel import ALONE, PIPELINE, TENSOR, Divisible, Layout
-from penstock.nn import native, rope
+from penstock.nn import rope
 from penstock.nn.bounded_logits import Take
 from penstock.nn.checkpoint import (
     DTYPES,
@@ -62,7 +63,6 @@ from penstock.nn.weight_cache import WeightCache
 log = logging.getLogger("penstock.loader")
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 HEADS = ("lm_head", "model.embed_tokens")  # parts that can be the head
-LARGE_PAGE = 2 << 20  # bytes
 
 # A peer by torch.distributed; one of this host, whose memory is mapped; packed weights on disk that the page cache has;
 # a peer of another host, by Mooncake or over TCP; packed weights on disk; the checkpoint
@@ -227,7 +227,7 @@ def _one_after_the_other(model: Decoder) -> Take:
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     size = sum(padded(place.nbytes) for _, place in named)
     memory = torch.empty((-(-size // LARGE_PAGE) + 1) * LARGE_PAGE, dtype=torch.uint8, device="cpu")
-    native.advise_large_pages(memory)
+    prefer_large(memory.data_ptr(), memory.nbytes)
     end = -memory.data_ptr() % LARGE_PAGE
 
     def take(like: Tensor) -> Tensor:

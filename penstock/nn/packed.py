@@ -7,6 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from penstock.core.mappings import prefer_large
 from penstock.nn import native
 
 LANES = 16
@@ -57,7 +58,7 @@ class PackedWeight(nn.Module):
         """Before the first `put`: what fills up lines is zero."""
         assert self.memory.is_contiguous()
         assert self.memory.data_ptr() % LINE == 0
-        native.advise_large_pages(self.memory)
+        prefer_large(self.memory.data_ptr(), self.memory.nbytes)
         if self.shape != (self.groups * LANES, self.steps * self.in_word):
             self.memory.zero_()
 

@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from penstock.core.mappings import prefer_large
 from penstock.nn import native
 from penstock.nn.packed import LANES, LINE
 from penstock.nn.quantised import Codes, Pieces, put_order
@@ -83,7 +84,7 @@ class PackedQuantisedWeight(nn.Module):
         """Before the first `put`: what fills up lines is zero, and no order is known."""
         assert self.memory.is_contiguous()
         assert self.memory.data_ptr() % LINE == 0
-        native.advise_large_pages(self.memory)
+        prefer_large(self.memory.data_ptr(), self.memory.nbytes)
         self.memory.zero_()
         if self.order is not None:
             self.order.fill_(-1)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.nn.image import NAMES, Image, mapped, padded, parts
+from penstock.nn.image import NAMES, Image, in_large_pages, mapped, padded, parts
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native.build import cache_folder
 from penstock.nn.reading import resident
@@ -78,7 +78,7 @@ class WeightCache:
         path = self._path(key)
         try:
             with path.open("rb", buffering=0) as file:
-                image = _map(file, key)
+                image = in_large_pages(_map(file, key))
                 image.fill(model)
                 _used(file)
         except (FileNotFoundError, NotADirectoryError):
@@ -186,8 +186,6 @@ def _read_header(file: IO[bytes], key: str) -> dict[str, Any]:
 def _map(file: IO[bytes], key: str) -> Image:
     """Raises ValueError for a file that is not whole, or another's."""
     header, start = _read_header(file, key), padded(file.tell())
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # large reads, where it is not in memory
     memory = mapped(file.fileno(), start, header["bytes"])
     return Image(key, header["weights"], os.dup(file.fileno()), start, memory)
 

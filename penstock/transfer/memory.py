@@ -7,6 +7,8 @@ import fcntl
 import mmap
 import os
 
+from penstock.core.mappings import prefer_large
+
 PAGE = 4096  # bytes
 _NO_RESERVE = 0x4000  # Python has no name for it
 
@@ -50,6 +52,8 @@ class PoolMemory:
             self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self._closed = False
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if fd < 0:
+            prefer_large(self.address, size)
         self.buffer = memoryview(self._map)
 
     @classmethod

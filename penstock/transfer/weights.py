@@ -28,6 +28,7 @@ from msgspec import structs
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.mappings import LARGE_PAGE, make_large
 from penstock.core.memory import seal
 from penstock.core.wire import PROTOCOL
 from penstock.core.wire.codec import encode
@@ -590,6 +591,7 @@ class Landing:
             if self._device is None:
                 self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(self.fd, weights.bytes)
+                make_large(self.fd, 0, weights.bytes // LARGE_PAGE * LARGE_PAGE)
             self.weights, self.right = weights, 0
         self._beyond.clear()
 

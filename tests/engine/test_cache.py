@@ -214,12 +214,7 @@ def test_what_nobody_needs_any_more_is_not_touched(close, make, monkeypatch):
 def test_where_the_kernel_cannot_touch(error, monkeypatch):
     memory = PoolMemory.memfd(4, 65536)
     arena = Arena(memory, 0)
-
-    def refused(*_):
-        ctypes.set_errno(error)
-        return -1
-
-    monkeypatch.setattr("penstock.engine.arena._touch", refused)
+    monkeypatch.setattr("penstock.core.mappings.touch", lambda address, size: error)
     if error == errno.EINVAL:  # it is older
         arena.touch(2)
         assert memory.resident_bytes == 0

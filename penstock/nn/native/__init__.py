@@ -125,12 +125,6 @@ def set_threads(count: int) -> None:
         function("penstock_set_threads", "n")(count)
 
 
-def advise_large_pages(memory: Tensor) -> None:
-    """For memory that is read from end to end in every step, and was not touched yet."""
-    if missing() is None:
-        function("penstock_advise_large_pages", "pn")(memory.data_ptr(), memory.nbytes)
-
-
 def read(memory: Tensor) -> None:
     """Read a contiguous tensor once, as fast as the machine can."""
     function("penstock_read", "pn")(memory.data_ptr(), memory.nbytes)

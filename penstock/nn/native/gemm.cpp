@@ -1,9 +1,5 @@
 #include "gemm.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <vector>
 
@@ -548,15 +544,6 @@ using namespace penstock;
 
 // Groups of a panel.
 int64_t penstock_panel_groups() { return GROUPS; }
-
-// Memory that is read from end to end in every step is better off with large pages. To be called before it is touched.
-void penstock_advise_large_pages(void* memory, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 2 << 20, begin = reinterpret_cast<uintptr_t>(memory), end = begin + bytes;
-    const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
-    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // may fail, is only advice
-#endif
-}
 
 void penstock_pack_bf16(void* lines, int64_t outs, int64_t ins, const void* from, int64_t first, int64_t rows) {
     pack<bf16>({static_cast<Line*>(lines), outs, ins}, static_cast<const bf16*>(from), first, rows);
