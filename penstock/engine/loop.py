@@ -201,6 +201,10 @@ class Engine:
             self._moved.register(mover.fileno(), select.POLLIN)
         if looks is not None:
             self._moved.register(looks.fileno(), select.POLLIN)
+        self._computed: select.poll | None = None  # steps, beside the loop
+        if (fd := executor.fileno()) is not None:
+            self._computed = select.poll()
+            self._computed.register(fd, select.POLLIN)
         self._given_up_at: dict[int, float] = {}  # loads, and their time-outs
         self._free_since: float | None = None  # when the runner had ended a step and there was more to do
         self._expect()
@@ -232,14 +236,21 @@ class Engine:
 
     def step(self) -> tuple[list[TokenOutput], int]:
         """Run one step to its end. Returns its outputs and how many tokens it computed; 0 when no step can run."""
-        while self.begin():
-            pass
+        self._begin_all()
         if not self._flying and ((self.movers and self.awaits_moves) or self.awaits_encodes):
             self._moved.poll(1e3 * max(0.0, min(LOOK_AGAIN, self.gives_up_at - self._clock.now())))
-            while self.begin():
-                pass
+            self._begin_all()
         step = self.end(wait=True)
         return (step.outputs, step.plan.num_tokens) if step is not None else ([], 0)
+
+    def _begin_all(self) -> None:
+        """What may be begun; also, where steps are computed beside this, what may be only shortly before one ends."""
+        while self.begin():
+            pass
+        while self._computed is not None and self.look_again_at < inf and not self.ended:
+            self._computed.poll(1e3 * max(0.0, self.look_again_at - self._clock.now()))
+            while self.begin():
+                pass
 
     def try_out(self, plan: StepPlan) -> None:
         """Run a plan while there is no work, in as many free blocks as it names."""

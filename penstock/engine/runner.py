@@ -131,7 +131,11 @@ class Runner:
 
     def prepare(self, plan: StepPlan) -> None:
         if self.cache.direct and plan.sequences:  # elsewhere the end of the step before decides where blocks are
-            self._prepared.append((plan, self._batch(plan, None)))
+            batch = self._batch(plan, None)
+            if batch.tokens.is_cpu:  # what the kernels are given
+                for table in batch.tables:
+                    table.places  # noqa: B018  kept
+            self._prepared.append((plan, batch))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, stop: Stop | None = None) -> StepResult:
@@ -163,7 +167,7 @@ class Runner:
                 self._masks.forget(plan.released)
                 return StepResult([], [], interrupted=True)
             if any(s.tokens[-1] < 0 for s in plan.sequences):
-                batch.tokens = filled(batch.tokens, self._sampled)
+                self._fill(plan, batch)
             if batch.media and self.model.visual is not None:
                 batch.seen = self.media.seen(self.model, batch)
             if self._after is not None:
@@ -176,6 +180,16 @@ class Runner:
         finally:
             if not cache.direct or cache.computed is not None:
                 cache.settle()  # from here on the blocks may get other owners
+
+    def _fill(self, plan: StepPlan, batch: Batch) -> None:
+        """Put what the step before has sampled in the place of placeholders."""
+        if not batch.tokens.is_cpu:
+            batch.tokens = filled(batch.tokens, self._sampled)
+            return
+        tokens = batch.tokens.numpy()  # a few of torch's calls would take longer
+        for step, rows in zip(plan.sequences, batch.rows, strict=True):
+            if step.tokens[-1] < 0:
+                tokens[rows.start : rows.stop] = [self._ids[-1 - t] if t < 0 else t for t in step.tokens]
 
     def _with_seen(self, result: StepResult, plan: StepPlan) -> StepResult:
         """With what others want of what it has made of images, and the time that this took."""

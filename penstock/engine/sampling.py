@@ -125,7 +125,10 @@ def sample(
         chosen = logits if len(rows) == len(steps) else logits[index]
         tokens[index] = ops.sample(chosen, [draw_of(steps[row]) for row in rows])
     launched()
-    ids, whole = torch.stack((tokens, finite)).tolist()  # one transfer
+    if logits.is_cpu:
+        ids, whole = tokens.tolist(), finite.tolist()
+    else:
+        ids, whole = torch.stack((tokens, finite)).tolist()  # one transfer
     return Drawn(tokens, ids, reports.of(ids), list(map(bool, whole)), {} if allowed is None else allowed.stuck)
 
 
@@ -226,8 +229,10 @@ class _Logprobs:
     def __init__(self, logits: Tensor, steps: Sequence[SequenceStep]) -> None:
         self._rows = {row: s.params for row, s in enumerate(steps) if s.params.logprobs is not None}
         self._count = len(steps)
-        index = torch.tensor(list(self._rows), dtype=torch.int64, device=logits.device)
-        self._values = logits[index].log_softmax(-1) if self._rows else None
+        self._values: Tensor | None = None
+        if self._rows:
+            index = torch.tensor(list(self._rows), dtype=torch.int64, device=logits.device)
+            self._values = logits[index].log_softmax(-1)
 
     def of(self, tokens: Sequence[int]) -> list[TokenLogprobs | None] | None:
         if self._values is None:

@@ -275,6 +275,14 @@ class Batch:
         ends = accumulate(map(len, wanted))
         return [range(end - len(rows), end) for rows, end in zip(wanted, ends, strict=True)]
 
+    @property
+    def stretch(self) -> range | None:
+        """Positions of all rows, where they are those of one sequence."""
+        if len(self.rows) != 1 or not self.spans:
+            return None
+        (span,) = self.spans
+        return range(span.start, span.length)
+
     def prepared(self, prepare: Callable[[Batch], Metadata]) -> Metadata:
         """What an attention backend makes of the rows, once for all layers of the step."""
         found = self._prepared.get(prepare)

@@ -288,7 +288,7 @@ class Decoder(nn.Module):
 
     def rotations(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of a step's rows, two of [rows, dim / 2] for each of the config's `ropes`."""
-        return [rotation(batch.positions, batch.reach) for rotation in self._tables()]
+        return [rotation(batch.stretch or batch.positions, batch.reach) for rotation in self._tables()]
 
     def _tables(self) -> list[Rotation]:
         """One for each of `ropes`."""
@@ -364,12 +364,14 @@ class Rotation:
         nothing = torch.empty(0, len(base), dtype=dtype, device=device)
         self.tables = nothing, nothing  # replaced together
 
-    def __call__(self, positions: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor | range, reach: int) -> tuple[Tensor, Tensor]:
         """[rows], all below `reach` -> two of [rows, dim / 2]; the angle is float32 whatever the model's dtype."""
         cos, sin = self.tables
         if reach > len(cos):
             size = max(reach, min(1 << max(10, (reach - 1).bit_length()), self._longest))
-            angle = torch.arange(size, device=positions.device)[:, None].float() * self._base
+            angle = torch.arange(size, device=self._base.device)[:, None].float() * self._base
             cos, sin = ((x * self._factor).to(self._dtype) for x in (angle.cos(), angle.sin()))
             self.tables = cos, sin
+        if isinstance(positions, range):
+            return cos[positions.start : positions.stop], sin[positions.start : positions.stop]
         return cos.index_select(0, positions), sin.index_select(0, positions)
