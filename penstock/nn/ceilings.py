@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from penstock.core.mappings import prefer_large
 from penstock.core.plan import BLOCK_TOKENS, SequenceStep
 from penstock.core.sampling import SamplingParams
 from penstock.nn import native, ops
@@ -50,7 +52,7 @@ class Speed:
 
 def measure_ceilings(seconds: float) -> Ceilings:
     """The best of what is found in so many seconds for each value."""
-    memory = torch.ones(MEMORY_READ, dtype=torch.uint8)
+    memory = _ones((MEMORY_READ,), torch.uint8)
     bandwidth = MEMORY_READ / _best(lambda: native.read(memory), seconds)
 
     def flops(dtype: torch.dtype) -> float:
@@ -86,11 +88,18 @@ def _attention(spans: list[tuple[int, int]], seconds: float) -> tuple[float, int
         steps.append(SequenceStep(str(i), start, [0] * rows, where, 1, SamplingParams(), 0))
         blocks += count
     batch, rows = Batch(steps, torch.device("cpu")), sum(rows for _, rows in spans)
-    cache = LayerKV(torch.ones(blocks, 2, KV_HEADS, BLOCK_TOKENS, DIM, dtype=torch.bfloat16))
+    cache = LayerKV(_ones((blocks, 2, KV_HEADS, BLOCK_TOKENS, DIM), torch.bfloat16))
     q = torch.ones(rows, HEADS, DIM, dtype=torch.bfloat16)
     best = _best(lambda: ops.attention(q, cache, batch, DIM**-0.5, None), seconds)
     pairs = sum(rows * start + rows * (rows + 1) / 2 for start, rows in spans)  # of a row and what it sees
     return best, cache.values.nbytes, 4 * HEADS * DIM * pairs
+
+
+def _ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """In large pages, as weights and KV are."""
+    memory = torch.empty(shape, dtype=dtype)
+    prefer_large(memory.data_ptr(), memory.nbytes)
+    return memory.fill_(1)
 
 
 def _best(run: Callable[[], object], seconds: float) -> float:
