@@ -5,6 +5,7 @@ python -m build --wheel -C--build-option=--plat-name=linux_aarch64        # for 
 """
 
 import logging
+import lzma
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ native.__path__ = [str(ROOT / "penstock" / "nn" / "native")]
 sys.path.insert(0, str(ROOT))
 sys.modules[native.__name__] = native
 
-from penstock.nn.native.build import BuildError, compile_library, library_name  # noqa: E402
+from penstock.nn.native.build import PACKED, BuildError, compile_library, library_name, unpacked  # noqa: E402
 from penstock.nn.native.isa import SETS, InstructionSet  # noqa: E402
 
 # nothing of the machine that builds is needed but its C library, of which symbols say how new it must be; of what is
@@ -49,15 +50,15 @@ class BuildKernels(build_py):
             return
         wheel = self.get_finalized_command("bdist_wheel")
         sets = [isa for isa in SETS if wheel.plat_name.endswith(isa.machine)]
+        folder = Path(self.build_lib) / "penstock/nn/native/lib"
         try:
-            libraries = {isa: Path(self.build_lib) / "penstock/nn/native/lib" / library_name(isa) for isa in sets}
+            libraries = {isa: folder / f"{library_name(isa)}{PACKED}" for isa in sets}
         except BuildError as error:
             log.warning("the wheel holds no kernels, which are compiled where it is installed: %s", error)
             return
-        for folder in {library.parent for library in libraries.values()}:
-            folder.mkdir(parents=True, exist_ok=True)
-            for old in set(folder.iterdir()) - set(libraries.values()):  # of another build in the same place
-                old.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in set(folder.iterdir()) - set(libraries.values()):  # of another build in the same place
+            old.unlink()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self._compile, libraries, libraries.values()))
         self.libraries = list(libraries.values())
@@ -65,7 +66,10 @@ class BuildKernels(build_py):
     def _compile(self, isa: InstructionSet, library: Path) -> None:
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=self.build_lib) as scratch:
-                compile_library(isa, Path(scratch), LINKING).replace(library)
+                made = compile_library(isa, Path(scratch), LINKING).read_bytes()
+                packed = Path(scratch) / "packed"
+                packed.write_bytes(lzma.compress(made, preset=9 | lzma.PRESET_EXTREME))  # smaller than pip would
+                packed.replace(library)
 
 
 class Wheel(bdist_wheel):
@@ -75,7 +79,7 @@ class Wheel(bdist_wheel):
         libraries = self.get_finalized_command("build_py").libraries
         if not libraries:
             return "py3", "none", "any"
-        newest = max(int(minor) for library in libraries for minor in GLIBC.findall(library.read_bytes()))
+        newest = max(int(minor) for library in libraries for minor in GLIBC.findall(unpacked(library)))
         machine = next(isa.machine for isa in SETS if self.plat_name.endswith(isa.machine))
         return "py3", "none", f"manylinux_2_{newest}_{machine}"
 

@@ -13,14 +13,13 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from penstock.nn.kv import LayerKV
-from penstock.nn.native.build import BuildError, build_library
+from penstock.nn.native.build import BuildError, build_library, load_library
 from penstock.nn.native.isa import InstructionSet, find_set, sets_here
 
 log = logging.getLogger("penstock.native")
@@ -60,12 +59,14 @@ def _load() -> tuple[InstructionSet | None, ctypes.CDLL | str]:
     best, why = None, "there are no kernels for this processor"
     for chosen in sets:
         try:
-            library = ctypes.CDLL(str(build_library(chosen)))
+            path = build_library(chosen)
+            library = load_library(path)
         except (BuildError, OSError) as error:  # as where a compiler is older than the processor
             best, why = best or chosen, str(error)
             continue
         if best is not None:
             log.warning("kernels for %s instead of %s: %s", chosen.name, best.name, why)
+        library.made_from = path.name.partition(".")[0]  # type: ignore[attr-defined]
         library.penstock_set_threads(ctypes.c_int64(torch.get_num_threads()))
         return chosen, library
     log.warning("kernels run as plain torch ops: %s", why)
@@ -81,7 +82,7 @@ def missing() -> str | None:
 def made_from() -> str:
     """Names all that decides what the kernels compute; empty where there are none."""
     found = _load()[1]
-    return "" if isinstance(found, str) else Path(found._name).stem
+    return "" if isinstance(found, str) else cast(str, found.made_from)
 
 
 @functools.cache

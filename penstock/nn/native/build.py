@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import lzma
+import os
 import platform
 import shutil
 import subprocess
@@ -13,7 +16,8 @@ from pathlib import Path
 from penstock.nn.native.isa import InstructionSet, machine_name
 
 SOURCES = Path(__file__).parent
-IN_WHEEL = SOURCES / "lib"  # of a wheel that holds them
+IN_WHEEL = SOURCES / "lib"  # of a wheel that holds libraries
+PACKED = ".xz"  # as these are there
 COMPILERS = ("c++", "g++", "clang++")
 # one arithmetic everywhere: a multiplication and an addition become one operation only where the source says so
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-pthread")
@@ -42,13 +46,31 @@ def find_compiler(machine: str) -> str:
 
 def find_library(isa: InstructionSet) -> Path | None:
     """The library, where it need not be compiled first."""
-    if (found := next(IN_WHEEL.glob(f"penstock-{isa.name}-*.so"), None)) is not None:
+    if (found := next(IN_WHEEL.glob(f"penstock-{isa.name}-*.so{PACKED}"), None)) is not None:
         return found
     try:
         library = cache_folder() / library_name(isa)
         return library if library.exists() else None
     except (BuildError, OSError, RuntimeError):
         return None
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Packed or not. Raises OSError."""
+    if path.suffix != PACKED:
+        return ctypes.CDLL(str(path))
+    fd = os.memfd_create(path.stem, os.MFD_CLOEXEC)  # stays open: a library of the same number would be taken for it
+    with os.fdopen(fd, "wb", buffering=0, closefd=False) as file:
+        file.write(unpacked(path))
+    return ctypes.CDLL(f"/proc/self/fd/{fd}")
+
+
+def unpacked(path: Path) -> bytes:
+    """Raises OSError."""
+    try:
+        return lzma.decompress(path.read_bytes())
+    except lzma.LZMAError as error:
+        raise OSError(f"{path} is damaged ({error})") from None
 
 
 def build_library(isa: InstructionSet, folder: Path | None = None) -> Path:
