@@ -99,6 +99,7 @@ def _torch() -> Iterator[Row]:
 
     free, total = available_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield "memory", "ok" if free > 1 << 30 else "note", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    yield _large_pages()
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
@@ -114,6 +115,14 @@ def _torch() -> Iterator[Row]:
         using.setdefault(op.backend_on(device).name, []).append(name)
     for backend, names in using.items():
         yield f"{backend} ops on {device}", "ok", ", ".join(names)
+
+
+def _large_pages() -> Row:
+    from penstock.core.mappings import can_be_large
+
+    if can_be_large():
+        return "large pages", "ok", "weights are in pages of 2 MiB"
+    return "large pages", "note", "none that processes share, as Linux has from 6.1 on: a CPU may decode a third slower"
 
 
 def _kernels(isa: str | None) -> Iterator[Row]:

@@ -89,6 +89,16 @@ def make_large(fd: int, start: int, stop: int) -> bool:
     return True
 
 
+def can_be_large() -> bool:
+    """Whether this system has large pages for memfds."""
+    fd = os.memfd_create("penstock-large-page", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, LARGE_PAGE)
+        return make_large(fd, 0, LARGE_PAGE)
+    finally:
+        os.close(fd)
+
+
 class _Mapping:
     """Ends with its last reference."""
 

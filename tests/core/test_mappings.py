@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core import mappings
-from penstock.core.mappings import LARGE_PAGE, is_large, make_large, map_file, remove
+from penstock.core.mappings import LARGE_PAGE, can_be_large, is_large, make_large, map_file, remove
 
 SIZE = 3 * LARGE_PAGE
 MAPS = Path("/proc/self/maps")
@@ -28,11 +28,6 @@ def memfd(content=CONTENT):
         yield fd
     finally:
         os.close(fd)
-
-
-def can_be_large():
-    with memfd() as fd:
-        return make_large(fd, 0, LARGE_PAGE)
 
 
 def places():
