@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import lzma
@@ -22,6 +23,7 @@ COMPILERS = ("c++", "g++", "clang++")
 # one arithmetic everywhere: a multiplication and an addition become one operation only where the source says so
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi", "-pthread")
 LESS = {"bounded_logits": "-O2", "quantised": "-O2"}  # as fast, and up to a third of the size
+KEPT = 16  # libraries in the user's cache, a megabyte each
 SECONDS = 1800  # that a compiler may take; half a minute on an idle core, but hosts that build are busy ones
 
 log = logging.getLogger("penstock.native")
@@ -50,7 +52,11 @@ def find_library(isa: InstructionSet) -> Path | None:
         return found
     try:
         library = cache_folder() / library_name(isa)
-        return library if library.exists() else None
+        if not library.exists():
+            return None
+        with contextlib.suppress(OSError):  # a cache that is only read
+            os.utime(library)
+        return library
     except (BuildError, OSError, RuntimeError):
         return None
 
@@ -99,9 +105,17 @@ def build_library(isa: InstructionSet, folder: Path | None = None) -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 # concurrent builds are harmless: the last one replaces an equal library
                 compile_library(isa, Path(scratch)).replace(library)
+            _remove_old(folder)
         except OSError as error:
             raise BuildError(f"{folder} cannot be written ({error})") from None
     return library
+
+
+def _remove_old(folder: Path) -> None:
+    """Libraries of sources that nobody has used for long; a process that has one loaded goes on with it."""
+    with contextlib.suppress(OSError):  # another process does it
+        for path in sorted(folder.glob("penstock-*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            path.unlink()
 
 
 def compile_library(isa: InstructionSet, scratch: Path, linking: tuple[str, ...] = ()) -> Path:
