@@ -132,7 +132,7 @@ def map_file(
 
 
 def is_large(address: int, size: int) -> bool:
-    """Whether most of a mapping of a file, all of which is present, is in large pages; also where nobody can tell."""
+    """Whether a mapping of a file that is all present is in large pages, but for a twentieth; also where nobody can tell."""
     large, within = 0, False
     try:
         with Path("/proc/self/smaps").open() as lines:
@@ -143,7 +143,7 @@ def is_large(address: int, size: int) -> bool:
                     large += int(line.split()[1]) << 10
     except OSError:
         return True
-    return 2 * large >= size
+    return 20 * large >= 19 * size
 
 
 def _advise(address: int, size: int, advice: int) -> int:
