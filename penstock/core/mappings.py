@@ -132,7 +132,7 @@ def map_file(
 
 
 def is_large(address: int, size: int) -> bool:
-    """Whether a mapping of a file that is all present is in large pages, but for a twentieth; also where nobody can tell."""
+    """Whether a mapping of a file, all of it present, is in large pages but for a twentieth; or nobody can tell."""
     large, within = 0, False
     try:
         with Path("/proc/self/smaps").open() as lines:

@@ -359,7 +359,7 @@ def _wanted(step: SequenceStep, rows: range) -> range:
 
 
 def _rows(hidden: Tensor, rows: list[int]) -> Tensor:
-    if rows == list(range(len(hidden))):
+    if rows == list(range(hidden.shape[0])):
         return hidden
     return hidden.index_select(0, to_device(rows, hidden.device))
 

@@ -189,7 +189,7 @@ class Graph:
     ) -> Tensor:
         """As `Forward`. `mode`: "full"; or "partial", all but attention."""
         assert stop is None or self._ranks is None
-        count, kept = len(batch.tokens), batch.kept
+        count, kept = batch.tokens.shape[0], batch.kept
         assert all(x.dtype == self._dtype and x.is_contiguous() for rotation in rotations for x in rotation)
         if self._cache is None or self._cache[0]() is not cache:
             self._cache = ref(cache), (Cache * len(cache))(*(of_layer(layer, self._dtype) for layer in cache))
@@ -199,13 +199,14 @@ class Graph:
             batch.tokens.data_ptr(),
             tables,
             (_Rotation * 2)(*(_Rotation(cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1]) for cos, sin in rotations)),
-            0 if kept is None else len(kept),
+            0 if kept is None else kept.shape[0],
             None if kept is None else kept.data_ptr(),
             None if stop is None else stop.address,
         )
         scratch = batch.scratch.take("step", (count * self._width,), self._dtype, batch.tokens.device)
-        left = torch.empty(1 if self._is_last else 2, count, self._hidden, dtype=self._dtype)
-        out = left[0]
+        shape = (count, self._hidden) if self._is_last else (2, count, self._hidden)
+        left = torch.empty(shape, dtype=self._dtype)
+        out = left if self._is_last else left[0]
         if came is not None:  # not by torch, whose threads would still spin when the kernels begin
             ctypes.memmove(out.data_ptr(), came[0].data_ptr(), out.nbytes)
             ctypes.memmove(scratch.data_ptr(), came[1].data_ptr(), out.nbytes)  # the residual stream comes first
@@ -218,7 +219,7 @@ class Graph:
         if not self._is_last:
             ctypes.memmove(left[1].data_ptr(), scratch.data_ptr(), out.nbytes)
             return left
-        return out if kept is None else out[: len(kept)]
+        return out if kept is None else out[: kept.shape[0]]
 
     def _by_layers(
         self, step: tuple[Any, ...], places: tuple[int, int], batch: Batch, cache: KVLayers, wide: Tensor

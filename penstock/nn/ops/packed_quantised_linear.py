@@ -45,14 +45,14 @@ def _native(x: Tensor, weight: PackedQuantisedWeight, bias: Tensor | None, dtype
     assert dtype in (x.dtype, torch.float32)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    outs = weight.shape[0]
-    out = x.new_empty(len(x), outs, dtype=dtype)
+    rows, outs = x.shape[0], weight.shape[0]
+    out = torch.empty(rows, outs, dtype=dtype)
     name = f"penstock_quantised_linear_{SUFFIX[x.dtype]}" + ("_wide" if dtype != x.dtype else "")
     function(name, "ppnnppn")(
         weight.view(),
         x.data_ptr(),
         x.stride(0),
-        len(x),
+        rows,
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         outs,

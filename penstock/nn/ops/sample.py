@@ -193,8 +193,8 @@ def _native(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def _native_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     assert logits.dtype == torch.float32
     logits = logits.contiguous()
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    finite = torch.empty(len(logits), dtype=torch.bool)
+    rows = logits.shape[0]
+    tokens, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
     function("penstock_argmax", "pnnpp")(logits.data_ptr(), *logits.shape, tokens.data_ptr(), finite.data_ptr())
     return tokens, finite
 
