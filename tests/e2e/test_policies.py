@@ -10,6 +10,7 @@ import pytest
 from penstock.cli.devices import save_device, saved_file
 from penstock.cli.main import main
 from penstock.sched.steptime import DEVICES
+from penstock.service.policies import BUNDLES, STEADY
 from tests.helpers.chaos import Load, bodies, served_model, verified
 from tests.helpers.deployments import PACED, deployed
 from tests.helpers.servers import QUICK, serving
@@ -120,6 +121,34 @@ def test_xllm_moves_instances_loses_nothing_and_drains_what_waits_at_the_master(
         code = up.stop()
         assert (code, [record.detail for record in load.wait() if record.error]) == (0, [])
         assert not any("Traceback" in line for line in up.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["together", "apart"])
+@pytest.mark.parametrize("policy", [name for name in STEADY if name != "epd"])  # which is about images
+def test_every_policy_that_a_deployment_may_have_serves_all_kinds(policy, layout):
+    roles = [{"count": 3}] if layout == "together" else [{"role": "prefill"}, {"role": "decode", "count": 2}]
+    content = {
+        "model": "demo",
+        "engine": BUSY,
+        "instances": roles,
+        "policy": policy,
+        "priorities": [{"priority": 5, "ttft-ms": [4000, 5000], "tpot-ms": [300, 300]}],
+        "transport": {"kind": "tcp"},
+    }
+    with deployed(content) as up:
+        model, load = send(up, 40, seed=7)
+        answered(up, model, load)
+        model, load = send(up, 40, seed=8, prompts=(500, 1500), tokens=12)
+        answered(up, model, load)
+        names = {policy, policy.replace("_", "-")}
+        decided = [up.metric("routing_decisions_total", policy=name) for name in names]
+        assert sum(decided) >= 80, "somebody else decided"
+        assert up.metric("recoveries_total") == 0
+        handed = up.metric("handoffs_total")
+        assert handed > 0 if layout == "apart" else handed == 0 or BUNDLES[policy].moves
+        assert up.stop() == 0
+        assert not any("Traceback" in line for line in up.lines), "".join(up.lines[-60:])
 
 
 @pytest.mark.slow
