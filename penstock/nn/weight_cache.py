@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.core.mappings import is_large
 from penstock.nn.image import NAMES, Image, in_large_pages, mapped, padded, parts
 from penstock.nn.models.decoder import Decoder
 from penstock.nn.native.build import cache_folder
@@ -38,6 +39,7 @@ FILES = 4  # the least recently used go
 SHARE = 0.25  # of the disk, for all files
 RESERVE = 1 << 30  # bytes of the disk that stay free
 PARTS_AT_ONCE = 64
+TRIED = 128 << 20  # bytes that are read again to see whether it helps; their ends are in small pages in any case
 
 
 class WeightCache:
@@ -186,8 +188,25 @@ def _read_header(file: IO[bytes], key: str) -> dict[str, Any]:
 def _map(file: IO[bytes], key: str) -> Image:
     """Raises ValueError for a file that is not whole, or another's."""
     header, start = _read_header(file, key), padded(file.tell())
-    memory = mapped(file.fileno(), start, header["bytes"])
+    fcntl.flock(file, fcntl.LOCK_EX)  # of engines that start together one reads
+    memory = _in_large_pages(file.fileno(), start, header["bytes"])
+    fcntl.flock(file, fcntl.LOCK_UN)
     return Image(key, header["weights"], os.dup(file.fileno()), start, memory)
+
+
+def _in_large_pages(fd: int, start: int, size: int) -> Tensor:
+    """Bytes of a file, mapped. Where the page cache has it in small pages, as when some of them were evicted, and the
+    file system can have large ones, it is read again: so that engines go on to share it."""
+    memory = mapped(fd, start, size)
+    if is_large(memory.data_ptr(), size) or not hasattr(os, "posix_fadvise"):
+        return memory
+    del memory  # what is mapped is not dropped
+    for some in (min(size, TRIED), size):
+        os.posix_fadvise(fd, start, some, os.POSIX_FADV_DONTNEED)
+        memory = mapped(fd, start, some)
+        if some < size and not is_large(memory.data_ptr(), some):
+            break
+    return memory if memory.nbytes == size else mapped(fd, start, size)
 
 
 def _layout(key: str, model: Decoder) -> list[memoryview]:

@@ -216,6 +216,29 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused_and_not_kept(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_file_that_is_in_small_pages_is_read_again_where_that_helps(checkpoint, folder, monkeypatch, helps) -> None:
+    model, _ = load(checkpoint, folder)
+    size = next(folder.glob("*.weights")).stat().st_size
+    dropped: list[int] = []
+    drop = os.posix_fadvise
+
+    def noted(fd: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        dropped.append(length)
+        drop(fd, start, length, advice)
+
+    monkeypatch.setattr(weight_cache, "TRIED", 8192)
+    monkeypatch.setattr(weight_cache, "is_large", lambda address, length: bool(dropped) and helps)
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    again, mapped = load(checkpoint, folder)
+    assert mapped
+    assert dropped[0] == 8192
+    assert [size - 8192 < length < size for length in dropped[1:]] == [True] * helps
+    for name, value in model.named_parameters():
+        assert torch.equal(value, again.get_parameter(name))
+
+
 def test_of_two_engines_at_once_one_writes(checkpoint, folder) -> None:
     caches = [WeightCache(folder, least=0) for _ in range(4)]
     models = [load_model(checkpoint, CPU, None, cache) for cache in caches]
