@@ -15,6 +15,8 @@ import os
 import shutil
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +41,7 @@ FILES = 4  # the least recently used go
 SHARE = 0.25  # of the disk, for all files
 RESERVE = 1 << 30  # bytes of the disk that stay free
 PARTS_AT_ONCE = 64
+PATIENCE = 10.0  # seconds
 TRIED = 128 << 20  # bytes that are read again to see whether it helps; their ends are in small pages in any case
 
 
@@ -188,10 +191,27 @@ def _read_header(file: IO[bytes], key: str) -> dict[str, Any]:
 def _map(file: IO[bytes], key: str) -> Image:
     """Raises ValueError for a file that is not whole, or another's."""
     header, start = _read_header(file, key), padded(file.tell())
-    fcntl.flock(file, fcntl.LOCK_EX)  # of engines that start together one reads
-    memory = _in_large_pages(file.fileno(), start, header["bytes"])
-    fcntl.flock(file, fcntl.LOCK_UN)
+    with _alone(file):  # of engines that start together one reads
+        memory = _in_large_pages(file.fileno(), start, header["bytes"])
     return Image(key, header["weights"], os.dup(file.fileno()), start, memory)
+
+
+@contextlib.contextmanager
+def _alone(file: IO[bytes]) -> Iterator[None]:
+    """Waits for who has a file, but not for long, and not where there are no locks."""
+    until = time.monotonic() + PATIENCE
+    with contextlib.suppress(OSError):
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _in_large_pages(fd: int, start: int, size: int) -> Tensor:

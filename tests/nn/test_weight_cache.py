@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -237,6 +238,15 @@ def test_a_file_that_is_in_small_pages_is_read_again_where_that_helps(checkpoint
     assert [size - 8192 < length < size for length in dropped[1:]] == [True] * helps
     for name, value in model.named_parameters():
         assert torch.equal(value, again.get_parameter(name))
+
+
+def test_who_stands_still_with_a_file_is_not_waited_for_long(checkpoint, folder, monkeypatch) -> None:
+    load(checkpoint, folder)
+    monkeypatch.setattr(weight_cache, "PATIENCE", 0.05)
+    with next(folder.glob("*.weights")).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert load(checkpoint, folder)[1]
+    assert load(checkpoint, folder)[1]
 
 
 def test_of_two_engines_at_once_one_writes(checkpoint, folder) -> None:
