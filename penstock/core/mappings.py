@@ -91,6 +91,8 @@ def make_large(fd: int, start: int, stop: int) -> bool:
 
 def can_be_large() -> bool:
     """Whether this system has large pages for memfds."""
+    if not hasattr(os, "memfd_create"):
+        return False
     fd = os.memfd_create("penstock-large-page", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, LARGE_PAGE)

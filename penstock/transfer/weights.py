@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import msgspec
@@ -497,7 +498,7 @@ class Landing:
         _say(link, asked)
         flags = _waits_for_all(link)
         buffer = memoryview(bytearray(HELD))
-        for number, (start, stop) in enumerate(_spans(weights, asked.first, asked.step)):
+        for number, (start, stop) in enumerate(self._places(weights, asked.first, asked.step)):
             digest, at = xxh3_64(), start
             while at < stop:
                 part = buffer[: stop - at]
@@ -519,7 +520,7 @@ class Landing:
         with _asked(address, key, "mooncake", secret, None) as (link, weights):
             self._prepare(weights)
             with mmap.mmap(self.fd, weights.bytes) as memory:
-                coming = spans_read(host, weights.lent, memory, _spans(weights, self.right, 1))
+                coming = spans_read(host, weights.lent, memory, self._places(weights, self.right, 1))
                 with contextlib.closing(coming):
                     for span in coming:
                         link.sendall(b"\0")  # it goes on
@@ -549,16 +550,26 @@ class Landing:
         host = "127.0.0.1" if link.family == socket.AF_UNIX else str(link.getpeername()[0])
         _say(link, SendFrom(self.right, 1))
         digests = Digests()
-        spans = list(_spans(weights, self.right, 1))
+        places = self._places(weights, self.right, 1)
         with contextlib.closing(join(weights.lent, host, _own_host(link), memory.device, link)) as pair:
-            for start, stop in spans[:AHEAD]:
+            begun = list(islice(places, AHEAD))
+            for start, stop in begun:
                 pair.receive(memory[start:stop])
-            for start, stop in [*spans[AHEAD:], *[(0, 0)] * min(AHEAD, len(spans))]:
+            for start, stop in chain(places, [(0, 0)] * len(begun)):
                 block = pair.wait()
                 if stop:
                     pair.receive(memory[start:stop])
                 with pair.on_stream():
                     self._compare(self.right, digests.of(block), weights)
+
+    def _places(self, weights: Weights, first: int, step: int) -> Iterator[tuple[int, int]]:
+        """Spans of blocks, whose memory is in large pages when they are told. Not all at once: who gives does not wait
+        for long."""
+        for start, stop in _spans(weights, first, step):
+            begin, end = -(-start // LARGE_PAGE) * LARGE_PAGE, stop // LARGE_PAGE * LARGE_PAGE
+            if self._device is None and begin < end:
+                make_large(self.fd, begin, end)
+            yield start, stop
 
     def _all(self) -> Tensor:
         """The memory, to be written to."""
@@ -591,7 +602,6 @@ class Landing:
             if self._device is None:
                 self.fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(self.fd, weights.bytes)
-                make_large(self.fd, 0, weights.bytes // LARGE_PAGE * LARGE_PAGE)
             self.weights, self.right = weights, 0
         self._beyond.clear()
 
