@@ -192,7 +192,7 @@ def _map(file: IO[bytes], key: str) -> Image:
     """Raises ValueError for a file that is not whole, or another's."""
     header, start = _read_header(file, key), padded(file.tell())
     with _alone(file):  # of engines that start together one reads
-        memory = _in_large_pages(file.fileno(), start, header["bytes"])
+        memory = _mapped(file.fileno(), start, header["bytes"])
     return Image(key, header["weights"], os.dup(file.fileno()), start, memory)
 
 
@@ -214,14 +214,14 @@ def _alone(file: IO[bytes]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _in_large_pages(fd: int, start: int, size: int) -> Tensor:
+def _mapped(fd: int, start: int, size: int) -> Tensor:
     """Bytes of a file, mapped. Where the page cache has it in small pages, as when some of them were evicted, and the
     file system can have large ones, it is read again: so that engines go on to share it."""
     memory = mapped(fd, start, size)
     if is_large(memory.data_ptr(), size) or not hasattr(os, "posix_fadvise"):
         return memory
     del memory  # what is mapped is not dropped
-    for some in (min(size, TRIED), size):
+    for some in sorted({min(size, TRIED), size}):
         os.posix_fadvise(fd, start, some, os.POSIX_FADV_DONTNEED)
         memory = mapped(fd, start, some)
         if some < size and not is_large(memory.data_ptr(), some):
