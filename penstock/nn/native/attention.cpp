@@ -53,7 +53,7 @@ void plan(const AttentionBatch& batch, int64_t kv_heads, int64_t window, int64_t
     work.cost = work.floats = 0;
     const int64_t most_rows = most_rows_of(group, latent);
     // heads that follow one another are neighbours in the cache: few rows read them together if there is enough to share
-    const int64_t together = std::clamp<int64_t>(batch.count * kv_heads / (4 * threads()), 1, kv_heads);
+    const int64_t together = std::clamp<int64_t>(batch.count * kv_heads / (2 * threads()), 1, kv_heads);
     for (int64_t s = 0; s < batch.count; s++) {
         const Span& span = batch.spans[s];
         for (int64_t row = 0; row < span.rows; row += most_rows) {

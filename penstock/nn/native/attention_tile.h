@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "attention_block.h"
+#include "attention_few.h"
 #include "helpers.h"
 
 namespace penstock {
@@ -195,26 +196,38 @@ class AttentionTile {
     void add_split(int64_t split, float* sums) {
         const int64_t end = std::min((split + 1) * SPLIT_BLOCKS, ceil_div(position_ + item_.rows, BLOCK_TOKENS));
         const int64_t lowest = call_.window ? std::max<int64_t>(0, position_ - call_.window + 1) / BLOCK_TOKENS : 0;
-        for (int64_t block = std::max(split * SPLIT_BLOCKS, lowest); block < end; block++) {
-            const int64_t left = std::min<int64_t>(BLOCK_TOKENS, position_ + item_.rows - block * BLOCK_TOKENS);
+        const int64_t begin = std::max(split * SPLIT_BLOCKS, lowest);
+        if constexpr (IN_TILES<C>) {
+            if (queries_ <= LANES) return visit_few(begin, end, sums);
+        }
+        for (int64_t block = begin; block < end; block++) {
             for (int64_t h = 0; h < item_.heads; h++) {
-                const C* here = keys(h, block);
-                const C* next = h + 1 < item_.heads ? keys(h + 1, block) : block + 1 < end ? keys(0, block + 1) : here;
-                const Source<C> source{here,       here + cache_.kind, cache_.token,           cache_.dim,
-                                       cache_.value_dim, static_cast<int>(left), next - here};
-                if constexpr (SCALED<C>) take_scales(h, block, left);
+                Source<C> source = source_of(h, block);
+                const C* next = h + 1 < item_.heads ? keys(h + 1, block) : block + 1 < end ? keys(0, block + 1) : source.keys;
+                source.next = next - source.keys;
+                if constexpr (SCALED<C>) take_scales(h, block, source.count);
                 visit(h, block, source, at(sums, h));
             }
         }
     }
 
-    void visit(int64_t h, int64_t block, const Source<C>& source, const Sums& sums) {
-        const int64_t first = block * BLOCK_TOKENS;
-        // rows that see some of it
-        const int64_t from = std::max<int64_t>(0, first - position_);
+    Source<C> source_of(int64_t h, int64_t block) const {
+        const C* here = keys(h, block);
+        const int64_t left = std::min<int64_t>(BLOCK_TOKENS, position_ + item_.rows - block * BLOCK_TOKENS);
+        return {here, here + cache_.kind, cache_.token, cache_.dim, cache_.value_dim, static_cast<int>(left), 0};
+    }
+
+    // Queries that see some of a block.
+    std::pair<int64_t, int64_t> seeing(int64_t block) const {
+        const int64_t first = block * BLOCK_TOKENS, from = std::max<int64_t>(0, first - position_);
         const int64_t to =
             call_.window ? std::min(item_.rows, first + BLOCK_TOKENS - 1 + call_.window - position_) : item_.rows;
-        const int64_t begin = from * call_.group, end = to * call_.group;
+        return {from * call_.group, to * call_.group};
+    }
+
+    void visit(int64_t h, int64_t block, const Source<C>& source, const Sums& sums) {
+        const int64_t first = block * BLOCK_TOKENS;
+        const auto [begin, end] = seeing(block);
         if constexpr (IN_TILES<C>) return visit_in_tiles(h, begin, end, first, source, sums);
         if (queries_ <= FEW)  // which read K and V where they are
             return dispatch<FEW>(end - begin, [&](auto count) { attend<count()>(h, begin, first, source, sums); });
@@ -243,18 +256,19 @@ class AttentionTile {
             for (int64_t i = 0; i < queries_; i++) std::memcpy(to + i * words, query(h, i), words * 4);
             return;
         }
-        std::fill(to, to + words * LANES, 0u);
-        for (int64_t i = 0; i < queries_; i++)
-            for (int64_t word = 0; word < words; word++) std::memcpy(to + word * LANES + i, query(h, i) + 2 * word, 4);
+        for (int64_t word = 0; word < words; word += LANES) {
+            f32x16 columns[LANES];
+            for (int64_t i = 0; i < LANES; i++)
+                columns[i] = i < queries_ ? load_units(query(h, i) + word * U::EACH, words - word) : f32x16{};
+            transpose(columns);
+            for (int64_t i = 0; i < std::min<int64_t>(LANES, words - word); i++)
+                store(reinterpret_cast<float*>(to + (word + i) * LANES), columns[i]);
+        }
     }
 
+    // Many queries, with a block that is packed.
     void visit_in_tiles(int64_t h, int64_t begin, int64_t end, int64_t first, const Source<C>& source, const Sums& sums) {
         alignas(64) Scores scores[2 * TILE_ROWS];
-        if (queries_ <= TILE_ROWS) {
-            multiply_keys_in_tiles(h, source, scores);
-            weigh_all(begin, end - begin, first, scores + begin, sums);
-            return add_as_it_lies(begin, static_cast<int>(end - begin), source, sums);
-        }
         packed_.fill(source);
         const int64_t words = packed_.units, strips = ceil_div(end - begin, 2 * TILE_ROWS);
         for (int64_t t = 0, i = begin; t < strips; t++) {
@@ -265,29 +279,78 @@ class AttentionTile {
             for (int g = 0; g < BLOCK_TOKENS / LANES; g += together)
                 add_words<false>(registers_, rows, together, {q, words * 4, keys + g, BLOCK_TOKENS / LANES, 0, nullptr}, words,
                                  scores[0] + g * LANES, BLOCK_TOKENS, true);
-            weigh_all(i, rows, first, scores, sums);
+            for (int64_t r = 0; r < rows; r++) {
+                hide(scores[r], position(i + r) - first);
+                weigh(scores[r], i + r, sums, weights_[0][r]);
+            }
             add_packed(i, static_cast<int>(rows), sums);
             i = next;
         }
     }
 
-    // Scores of all of few queries, with K as it lies there.
-    void multiply_keys_in_tiles(int64_t h, const Source<C>& source, Scores* scores) {
-        alignas(64) float columns[BLOCK_TOKENS][LANES];
-        const int64_t words = cache_.dim / U::EACH, stride = source.stride * static_cast<int64_t>(sizeof(C));
-        multiply_columns(registers_, reinterpret_cast<const char*>(source.keys), stride,
-                         reinterpret_cast<const Line*>(tiled_queries(h)), words, columns[0]);
-        const __m512i rows = _mm512_mullo_epi32(as<__m512i>(lane_numbers()), _mm512_set1_epi32(LANES));
-        for (int64_t i = 0; i < queries_; i++)
-            for (int token = 0; token < BLOCK_TOKENS; token += LANES)
-                store(scores[i] + token, _mm512_i32gather_ps(rows, columns[token] + i, 4));
+    // What is read next, in lines of 64 bytes: K of some blocks, then their V, head by head.
+    struct Ahead {
+        const AttentionTile& tile;
+        int64_t begin, end;
+        int64_t h = 0, some = begin, block = begin, line = 0, left = 0;
+        bool values = false;
+        const char* at = nullptr;
+
+        void ask(int64_t lines) {
+            while (lines > 0 && (left > 0 || next())) {
+                const int64_t now = std::min(lines, left);
+                const char* from = at;
+                at += now * 64, left -= now, lines -= now;
+                for (int64_t i = 0; i < now; i++) __builtin_prefetch(from + i * 64, 0, 2);
+            }
+        }
+        bool next() {
+            if (h == tile.item_.heads) return false;
+            const Source<C> source = tile.source_of(h, block);
+            at = reinterpret_cast<const char*>(values ? source.values : source.keys);
+            left = ceil_div(source.count * source.stride * static_cast<int64_t>(sizeof(C)), 64);
+            if (++block < std::min(end, some + BLOCKS_AT_ONCE)) return true;
+            if (values) some = block;
+            if (values && some == end) some = begin, h++;
+            values = !values;
+            block = some;
+            return true;
+        }
+    };
+
+    // All heads over blocks [begin, end), some of a head's at once.
+    void visit_few(int64_t begin, int64_t end, float* sums) {
+        Ahead ahead{*this, begin, end};
+        ahead.ask(LEAD);
+        for (int64_t h = 0; h < item_.heads; h++)
+            for (int64_t block = begin; block < end; block += BLOCKS_AT_ONCE)
+                visit_some(h, block, static_cast<int>(std::min<int64_t>(BLOCKS_AT_ONCE, end - block)), ahead, at(sums, h));
     }
 
-    void weigh_all(int64_t i, int64_t rows, int64_t first, Scores* scores, const Sums& sums) {
-        for (int64_t r = 0; r < rows; r++) {
-            hide(scores[r], position(i + r) - first);
-            weigh(scores[r], i + r, sums, weights_[r]);
+    void visit_some(int64_t h, int64_t block, int count, Ahead& ahead, const Sums& sums) {
+        alignas(64) float columns[BLOCKS_AT_ONCE][BLOCK_TOKENS][LANES];
+        alignas(64) Scores scores[TILE_ROWS];
+        Source<C> blocks[BLOCKS_AT_ONCE];
+        for (int b = 0; b < count; b++) {
+            blocks[b] = source_of(h, block + b);
+            multiply_keys_of(registers_, blocks[b], tiled_queries(h), columns[b], [&] { ahead.ask(TILE_ROWS); });
         }
+        for (int b = 0; b < count; b++) {
+            const auto [begin, end] = seeing(block + b);
+            for (int64_t i = begin; i < end; i++) {
+                gather_scores(columns[b], i, scores[i]);
+                hide(scores[i], position(i) - (block + b) * BLOCK_TOKENS);
+                weigh(scores[i], i, sums, weights_[b][i - begin]);
+            }
+            add_values_of(registers_, blocks[b], weights_[b], static_cast<int>(end - begin), sums.value + begin * call_.width,
+                          call_.width, [&] { ahead.ask(2 * cache_.value_dim / 32); });
+        }
+    }
+
+    static void gather_scores(const float (*columns)[LANES], int64_t i, Scores& to) {
+        const __m512i rows = _mm512_mullo_epi32(as<__m512i>(lane_numbers()), _mm512_set1_epi32(LANES));
+        for (int token = 0; token < BLOCK_TOKENS; token += LANES)
+            store(to + token, _mm512_i32gather_ps(rows, columns[token] + i, 4));
     }
 
     // Adds a block's V, which is packed, for up to 32 queries from the i-th on.
@@ -296,37 +359,16 @@ class AttentionTile {
         const int groups = static_cast<int>(call_.width / LANES), most = tile_groups(rows);
         for (int g = 0; g < groups; g += most)
             add_words<false>(registers_, rows, std::min(most, groups - g),
-                             {reinterpret_cast<const char*>(weights_), sizeof weights_[0], values + g, groups, 0, nullptr},
+                             {reinterpret_cast<const char*>(weights_), sizeof weights_[0][0], values + g, groups, 0, nullptr},
                              BLOCK_TOKENS / U::EACH, sums.value + i * call_.width + g * LANES, call_.width, false);
     }
 
-    // The same of V as it lies in the cache, tile by tile; the next block's K and V are asked for meanwhile.
-    void add_as_it_lies(int64_t i, int rows, const Source<C>& source, const Sums& sums) {
-        constexpr int64_t MOST = 4, TOKENS = TILE_WORDS * U::EACH;
-        alignas(64) Line lines[TILE_WORDS * MOST];
-        const int64_t groups = call_.width / LANES, tokens = source.next ? BLOCK_TOKENS : 0, each = ceil_div(groups, MOST);
-        Ahead<C> keys(source, source.keys + source.next, tokens, each), values(source, source.values + source.next, tokens, each);
-        for (int64_t g = 0; g < groups; g += MOST) {
-            const int64_t some = std::min(MOST, groups - g);
-            for (int64_t token = 0; token < BLOCK_TOKENS; token += TOKENS) {
-                for (int64_t word = 0; word < TILE_WORDS; word++) {
-                    const int64_t at = token + word * U::EACH;
-                    keys.done(U::EACH);
-                    values.done(U::EACH);
-                    source.put_values(at, g * LANES, some, reinterpret_cast<float*>(lines + word * some));
-                }
-                const char* weights = reinterpret_cast<const char*>(weights_[0] + token / U::EACH);
-                add_words<false>(registers_, rows, some, {weights, sizeof weights_[0], lines, some, 0, nullptr}, TILE_WORDS,
-                                 sums.value + i * call_.width + g * LANES, call_.width, false);
-            }
-        }
-    }
-
-    alignas(64) uint32_t weights_[2 * TILE_ROWS][BLOCK_TOKENS / U::EACH];
+    alignas(64) uint32_t weights_[BLOCKS_AT_ONCE][TILE_ROWS][WEIGHT_WORDS];
     TileRegisters registers_;
 #else
     void put_queries(int64_t) const {}
     void visit_in_tiles(int64_t, int64_t, int64_t, int64_t, const Source<C>&, const Sums&) {}
+    void visit_few(int64_t, int64_t, float*) {}
 #endif
 
     int64_t position(int64_t i) const { return position_ + i / call_.group; }

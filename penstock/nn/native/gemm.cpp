@@ -342,18 +342,28 @@ struct Blocks {
     }
 };
 
+// Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
+struct Ranges {
+    int64_t panels, lines, count, each;  // lines of a panel; panels of a range
+
+    template <class T>
+    Ranges(const Packed<T>& weight, int64_t rows)
+        : panels((weight.outs + PANEL - 1) / PANEL), lines(weight.steps() * GROUPS) {
+        count = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads_here(), panels);
+        each = (panels + count - 1) / count;
+    }
+};
+
 template <class T, class Out>
 void multiply(const Product<T, Out>& product, int64_t rows, const Blocks& blocks) {
-    const Packed<T>& weight = product.weight;
-    const int64_t panels = (weight.outs + PANEL - 1) / PANEL, lines = weight.steps() * GROUPS;
-    // Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
-    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads_here(), panels);
-    const int64_t range = (panels + ranges - 1) / ranges;
-    const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks.count / 8));
+    const Ranges all(product.weight, rows);
+    const int64_t ranges = all.count, range = all.each;
+    const int64_t most = std::max<int64_t>(1, std::min(TASK / all.lines, range * blocks.count / 8));
+    const int64_t per_task = ranges == 1 ? range : most;
     const int64_t chunks = (range + per_task - 1) / per_task;
     parallel_for(chunks * ranges * blocks.count, [&](int task) {
         const int64_t row = task / (chunks * ranges) * blocks.block, chunk = task % (chunks * ranges) / ranges;
-        const int64_t from = task % ranges * range, until = std::min(panels, from + range);
+        const int64_t from = task % ranges * range, until = std::min(all.panels, from + range);
         const int64_t first = from + chunk * per_task, last = std::min(until, first + per_task);
         if (row < rows && first < last)
             product(row, std::min(blocks.block, rows - row), first, last, chunk == 0, until);
@@ -415,6 +425,15 @@ void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows,
 template void linear(const Packed<float>&, const float*, int64_t, int64_t, const float*, float*, int64_t);
 template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, bf16*, int64_t);
 template void linear(const Packed<bf16>&, const bf16*, int64_t, int64_t, const bf16*, float*, int64_t);
+
+template <class T>
+void read_next(const Packed<T>& weight) {
+    const Ranges all(weight, 1);
+    read_next(weight.lines, all.each * all.lines * static_cast<int64_t>(sizeof(Line)));
+}
+
+template void read_next(const Packed<float>&);
+template void read_next(const Packed<bf16>&);
 
 template <class T>
 void head_linear(const Line* lines, int64_t heads, int64_t outs, int64_t ins, const T* x, int64_t x_stride, int64_t x_head,

@@ -50,6 +50,10 @@ template <class T, class Out>
 void linear(const Packed<T>& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride);
 
+// The product after the next loop is with this weight (read_next).
+template <class T>
+void read_next(const Packed<T>& weight);
+
 // For each head its own product: the weights [heads][outs, ins], packed one after the other, and of x [rows, heads, ins] and
 // out [rows, heads, outs] the strides of rows and of heads.
 template <class T>

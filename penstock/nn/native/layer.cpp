@@ -20,6 +20,15 @@ void project(const Projection& p, const T* x, int64_t rows, Out* out) {
         linear<T, Out>(Packed<T>{static_cast<const Line*>(p.lines), p.outs, p.ins}, x, p.ins, rows, bias, out, p.outs);
 }
 
+// While threads wait for the end of the next loop, they ask for what they read of this projection, if there is one.
+template <class T>
+void follows(const Projection& p) {
+    if (p.quantised)
+        read_next(*p.quantised);
+    else if (p.lines)
+        read_next(Packed<T>{static_cast<const Line*>(p.lines), p.outs, p.ins});
+}
+
 // Of a row, elements of q, of what attention makes of it, and of the scratch that is before that.
 int64_t q_width(const Layer& layer) {
     const Latent* latent = layer.latent;
@@ -139,6 +148,7 @@ struct Progress {
             if (!over()) queries(*layer.latent, attended(layer), rotation);
             return;
         }
+        follows<T>(layer.o);
         project(layer.qkv, x, rows.rows, rest());
         if (over()) return;
         qkv_to_cache(caches[i], rest(), layer.qkv.outs, query_heads, norm(layer.q_norm), norm(layer.k_norm), decoder.eps,
@@ -191,6 +201,7 @@ struct Progress {
                         latent->rank, count, rest(), layer.o.ins, latent->value);
             attended = rest();
         }
+        follows<T>(layer.gate_up);
         project(layer.o, attended, count, x);
         sum_up(x, count);
         if (over()) return;
@@ -208,9 +219,11 @@ struct Progress {
     // In x; `gate_up`: [rows, gate_up.outs] and [rows, down.ins].
     void gated(const Layer& layer, int64_t count, T* gate_up) {
         T* gated = gate_up + count * layer.gate_up.outs;
+        follows<T>(layer.down);
         project(layer.gate_up, x, count, gate_up);
         if (over()) return;
         gate_mul(IS_BF16<T>, decoder.activation, gate_up, layer.gate_up.outs, gated, count, layer.down.ins);
+        follows<T>(decoder.layers[(&layer - decoder.layers + 1) % decoder.count].qkv);
         project(layer.down, gated, count, x);
         sum_up(x, count);
     }

@@ -1,7 +1,8 @@
 // A pool of threads that share the tasks of one loop at a time.
 //
-// Tasks are handed out one by one, so a thread that another process keeps from running takes fewer of them, and the
-// caller never waits for one that has not begun. So which thread computes a task must not matter for its result.
+// Of n threads each takes every n-th task, one by one and in order, and then what others have not begun of theirs: so a
+// thread that another process keeps from running takes fewer of them, and the caller never waits for one that has not begun.
+// Hence which thread computes a task must not matter for its result.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +28,10 @@ inline void relax() {
 int threads();
 int threads_here();
 void set_threads(int count);
+
+// After the next loop of the calling thread, thread t will read memory from `from` + t * apart on: when there is nothing more
+// to do in that loop, it asks for some. Any address is allowed.
+void read_next(const void* from, int64_t apart);
 
 void run_tasks(int tasks, void (*task)(void*, int), void* context);
 

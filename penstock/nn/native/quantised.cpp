@@ -783,15 +783,24 @@ void finish(const float* totals, const T* bias, Out* out, int64_t out_stride, in
         }
 }
 
-// f(row, rows, panel) for all blocks of rows and all panels of so many lines. Tasks take turns between as many ranges of panels as there
-// are threads, so that each of these mostly stays in one.
+// Tasks take turns between as many ranges of panels as there are threads, so that each of these mostly stays in one.
+struct Ranges {
+    int64_t panels, count, each;  // panels of a range
+
+    Ranges(const Quantised& weight, int64_t lines, int64_t rows)
+        : panels((weight.groups() + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE) {
+        count = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
+        each = (panels + count - 1) / count;
+    }
+};
+
+// f(row, rows, panel) for all blocks of rows and all panels of so many lines.
 template <class F>
 void each_block(const Quantised& weight, int64_t lines, int64_t rows, int64_t multiple, F&& f) {
-    const int64_t panels = (weight.groups() + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    const Ranges all(weight, lines, rows);
+    const int64_t panels = all.panels, ranges = all.count, range = all.each;
     const int64_t blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const int64_t block = ((rows + blocks - 1) / blocks + multiple - 1) / multiple * multiple;
-    const int64_t ranges = panels * lines * rows <= ALONE ? 1 : std::min<int64_t>(threads(), panels);
-    const int64_t range = (panels + ranges - 1) / ranges;
     const int64_t per_task = ranges == 1 ? range : std::max<int64_t>(1, std::min(TASK / lines, range * blocks / 8));
     const int64_t chunks = (range + per_task - 1) / per_task;
     parallel_for(static_cast<int>(chunks * ranges * blocks), [&](int task) {
@@ -845,6 +854,14 @@ void linear(const Quantised& weight, const T* x, int64_t x_stride, int64_t rows,
             multiply(product, row, count, panel, bias, out + row * out_stride, out_stride);
         });
     });
+}
+
+void read_next(const Quantised& weight) {
+    static thread_local Runs runs;
+    const Layout layout(weight);
+    runs.divide(weight, layout, 0);
+    const int64_t lines = Panel::lines_of(layout, runs, GROUPS_AT_ONCE);
+    read_next(weight.lines, Ranges(weight, lines, 1).each * lines * static_cast<int64_t>(sizeof(Line)));
 }
 
 template <class T>

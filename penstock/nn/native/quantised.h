@@ -46,6 +46,9 @@ template <class T, class Out>
 void linear(const Quantised& weight, const T* x, int64_t x_stride, int64_t rows, const T* bias, Out* out,
             int64_t out_stride);
 
+// The product after the next loop is with this weight (pool.h).
+void read_next(const Quantised& weight);
+
 // The same in parts. First rows become what all weights of this kind are multiplied with, whatever their lines and outputs; it
 // holds until this thread's next product. Then any thread multiplies some of these rows, by itself.
 struct Inputs;

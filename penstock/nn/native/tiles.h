@@ -146,74 +146,78 @@ void add_rest(int rows, int groups, const TileInputs& from, int64_t words) {
     add_tiles<WHOLE>(rows, groups, {x[0], sizeof x[0], lines, groups, 0, nullptr}, 1);
 }
 
-// Adds `words` words of up to 32 rows by at most `tile_groups(rows)` groups to sums, whose rows are `width` numbers apart,
-// or begins them.
-template <bool WHOLE>
-void add_words(TileRegisters& registers, int rows, int groups, TileInputs from, int64_t words, void* sums, int64_t width,
-               bool begin) {
-    tiles_are_read();
-    registers.shape(rows, static_cast<int>(std::min(words, TILE_WORDS)));
+// Sums of up to 32 rows by at most `tile_groups(rows)` groups, whose rows are `width` numbers apart, to the registers.
+inline void load_sums(int rows, int groups, const void* sums, int64_t width) {
     const bool many = rows > TILE_ROWS;
-    char *here = static_cast<char*>(sums), *more = many ? here + TILE_ROWS * width * 4 : here + 2 * LANES * 4;
     const int64_t stride = width * 4;
-    if (begin) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, here, stride);
-        if (groups > 1) _tile_loadd(1, here + LANES * 4, stride);
-        if (many || groups > 2) _tile_loadd(2, more, stride);
-        if (many ? groups > 1 : groups > 3) _tile_loadd(3, more + LANES * 4, stride);
-    }
-    const int64_t steps = std::max<int64_t>(1, words / TILE_WORDS), whole = std::min(words, steps * TILE_WORDS);
-    add_tiles<WHOLE>(rows, groups, from, steps);
-    from.x += whole * 4;
-    from.lines += whole * from.apart;
-    if (whole < words) add_rest<WHOLE>(rows, groups, from, words - whole);
+    const char *here = static_cast<const char*>(sums), *more = here + (many ? TILE_ROWS * stride : 2 * LANES * 4);
+    _tile_loadd(0, here, stride);
+    if (groups > 1) _tile_loadd(1, here + LANES * 4, stride);
+    if (many || groups > 2) _tile_loadd(2, more, stride);
+    if (many ? groups > 1 : groups > 3) _tile_loadd(3, more + LANES * 4, stride);
+}
+inline void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+inline void store_sums(int rows, int groups, void* sums, int64_t width) {
+    const bool many = rows > TILE_ROWS;
+    const int64_t stride = width * 4;
+    char *here = static_cast<char*>(sums), *more = here + (many ? TILE_ROWS * stride : 2 * LANES * 4);
     _tile_stored(0, here, stride);
     if (groups > 1) _tile_stored(1, here + LANES * 4, stride);
     if (many || groups > 2) _tile_stored(2, more, stride);
     if (many ? groups > 1 : groups > 3) _tile_stored(3, more + LANES * 4, stride);
 }
 
+// Adds `words` words of these rows by these groups to sums, or begins them.
+template <bool WHOLE>
+void add_words(TileRegisters& registers, int rows, int groups, TileInputs from, int64_t words, void* sums, int64_t width,
+               bool begin) {
+    tiles_are_read();
+    registers.shape(rows, static_cast<int>(std::min(words, TILE_WORDS)));
+    begin ? clear_sums() : load_sums(rows, groups, sums, width);
+    const int64_t steps = std::max<int64_t>(1, words / TILE_WORDS), whole = std::min(words, steps * TILE_WORDS);
+    add_tiles<WHOLE>(rows, groups, from, steps);
+    from.x += whole * 4;
+    from.lines += whole * from.apart;
+    if (whole < words) add_rest<WHOLE>(rows, groups, from, words - whole);
+    store_sums(rows, groups, sums, width);
+}
+
 // The other way round: of 64 rows, `stride` bytes apart, products with up to 16 columns, [words][16], to [64][16] sums.
-// Their bits are those of `add_words`.
-inline void multiply_columns(TileRegisters& registers, const char* rows, int64_t stride, const Line* columns,
-                             int64_t words, float* to) {
+// Their bits are those of `add_words`. Rows are read 16 by 16, and then(count) is called after every 16 words of so many.
+template <class Then>
+void multiply_columns(TileRegisters& registers, const char* rows, int64_t stride, const Line* columns, int64_t words, float* to,
+                      const Then& then) {
+    const int64_t whole = words / TILE_WORDS * TILE_WORDS;
+    alignas(64) Line lines[TILE_WORDS] = {};
+    if (whole < words) std::memcpy(lines, columns + whole, (words - whole) * sizeof(Line));
     tiles_are_read();
     registers.shape(TILE_ROWS);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    const int64_t tile = TILE_ROWS * stride;
-    const auto add = [&](const char* from, int64_t stride, int64_t tile, const Line* lines) {
-        _tile_loadd(5, lines, sizeof(Line));
-        _tile_loadd(4, from, stride);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, from + tile, stride);
-        _tile_dpbf16ps(1, 6, 5);
-        _tile_loadd(7, from + 2 * tile, stride);
-        _tile_dpbf16ps(2, 7, 5);
-        _tile_loadd(4, from + 3 * tile, stride);
-        _tile_dpbf16ps(3, 4, 5);
-    };
-    const int64_t whole = words / TILE_WORDS * TILE_WORDS;
-    for (int64_t word = 0; word < whole; word += TILE_WORDS) add(rows + word * 4, stride, tile, columns + word);
-    if (whole < words) {
-        alignas(64) char rest[4 * TILE_ROWS][TILE_WORDS * 4] = {};
-        alignas(64) Line lines[TILE_WORDS] = {};
-        for (int r = 0; r < 4 * TILE_ROWS; r++) std::memcpy(rest[r], rows + r * stride + whole * 4, (words - whole) * 4);
-        std::memcpy(lines, columns + whole, (words - whole) * sizeof(Line));
-        tiles_are_read();
-        add(rest[0], sizeof rest[0], TILE_ROWS * sizeof rest[0], lines);
+#pragma GCC unroll 4
+    for (int strip = 0; strip < 4; strip++) {
+        const char* from = rows + strip * TILE_ROWS * stride;
+        _tile_zero(0);
+        for (int64_t word = 0; word < whole; word += TILE_WORDS) {
+            _tile_loadd(4, from + word * 4, stride);
+            _tile_loadd(5, columns + word, sizeof(Line));
+            _tile_dpbf16ps(0, 4, 5);
+            then();
+        }
+        if (whole < words) {
+            alignas(64) char rest[TILE_ROWS][TILE_WORDS * 4] = {};
+            for (int r = 0; r < TILE_ROWS; r++) std::memcpy(rest[r], from + r * stride + whole * 4, (words - whole) * 4);
+            tiles_are_read();
+            _tile_loadd(4, rest[0], sizeof rest[0]);
+            _tile_loadd(5, lines, sizeof(Line));
+            _tile_dpbf16ps(0, 4, 5);
+            then();
+        }
+        _tile_stored(0, to + strip * TILE_ROWS * LANES, sizeof(Line));
     }
-    _tile_stored(0, to, sizeof(Line));
-    _tile_stored(1, to + TILE_ROWS * LANES, sizeof(Line));
-    _tile_stored(2, to + 2 * TILE_ROWS * LANES, sizeof(Line));
-    _tile_stored(3, to + 3 * TILE_ROWS * LANES, sizeof(Line));
 }
 
 }  // namespace penstock
